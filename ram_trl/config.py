@@ -1,0 +1,189 @@
+"""Every knob of a merge: its default, its allowed range, its source.
+
+`MergeConfig` is what users write (in Python, in YAML, on the command line); the engine and the rules in `methods/`
+read it and nothing else. A knob that the chosen method does not use is refused rather than ignored.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+MethodName = Literal["ram", "average", "task_arithmetic", "ties", "dare"]
+PresetName = Literal["paper", "released", "mergekit"]
+
+CRITERION_KNOBS = frozenset({"epsilon", "top", "ulp"})
+
+METHOD_KNOBS: dict[str, frozenset[str]] = {
+    "ram": frozenset({"r", "alpha", "rho"}),
+    "average": frozenset(),
+    "task_arithmetic": frozenset({"scale"}),
+    "ties": frozenset({"scale"}),
+    "dare": frozenset({"scale", "drop", "seed"}),
+}
+
+PRESETS: dict[str, dict[str, Any]] = {
+    # arXiv 2601.13572, Eq. 1-7 and its section on hyperparameters.
+    "paper": {"method": "ram", "epsilon": 1e-5, "r": 0.1, "alpha": 2.0, "rho": "global"},
+    # The authors' script: 1 + (R - 1)·min(2, min(1, ρ)) with the README's R = 1.2; the inner clip always wins.
+    "released": {"method": "ram", "epsilon": 1e-5, "r": 0.2, "alpha": 1.0, "rho": "global"},
+    # mergekit 0.1.5 `ramplus_tl`.
+    "mergekit": {"method": "ram", "epsilon": 1e-5, "r": 0.1, "alpha": 0.2, "rho": "tensor"},
+}
+
+AGENT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+
+
+class MergeConfig(BaseModel):
+    """
+    How task vectors are thinned and combined.
+
+    At most one of `epsilon`, `top` and `ulp` is given; it is the criterion that decides which entries of an agent
+    are active. Without one, `ram` and `ties` use `top=0.2` and the other methods `epsilon=0` (all that changed).
+
+    Args:
+        method (`str`, *optional*, defaults to `"ram"`):
+            One of `"ram"`, `"average"`, `"task_arithmetic"`, `"ties"`, `"dare"`.
+        epsilon (`float`, *optional*):
+            Active iff |τ| > epsilon, compared in fp32 (Eq. 2 of the paper uses 1e-5). 0 means "the fp32 bits of the
+            weight differ from the base's", so that an agent merged alone comes back bit for bit, −0.0 included.
+        top (`float`, *optional*):
+            Active iff τ ≠ 0 and |τ| is at least the k-th largest of the agent's entries, k = round(top · entries),
+            at least 1. Ties at the k-th value are all active.
+        ulp (`bool`, *optional*, defaults to `False`):
+            Active iff agent and base differ once both are rounded to 16 bits (to float16 where the base is
+            float16, else to bfloat16).
+        r (`float`, *optional*, defaults to `0.2`):
+            `ram`: strength of the rescale of unique entries (Eq. 6). 0 is RAM, above it RAM+.
+        alpha (`float`, *optional*, defaults to `1.0`):
+            `ram`: upper clip of ρ (Eq. 6).
+        rho (`str`, *optional*, defaults to `"global"`):
+            `ram`: count ρ over the whole model (`"global"`, the paper's) or over each tensor (`"tensor"`).
+        scale (`float`, *optional*, defaults to `1.0`):
+            `task_arithmetic`, `ties`, `dare`: factor on the combined task vector.
+        drop (`float`, *optional*, defaults to `0.5`):
+            `dare`: probability that an active entry is dropped; survivors are divided by 1 − drop.
+        seed (`int`, *optional*, defaults to `0`):
+            `dare`: seed of the random mask.
+        weights (`dict[str, float]`, *optional*):
+            Factor on the task vector of an agent, by name; agents that are not named have 1. It multiplies τ after
+            the criterion has been applied.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    method: MethodName = "ram"
+    epsilon: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    top: float | None = Field(default=None, gt=0, le=1)
+    ulp: bool = False
+    r: float = Field(default=0.2, ge=0, allow_inf_nan=False)
+    alpha: float = Field(default=1.0, ge=0, allow_inf_nan=False)
+    rho: Literal["global", "tensor"] = "global"
+    scale: float = Field(default=1.0, allow_inf_nan=False)
+    drop: float = Field(default=0.5, ge=0, lt=1)
+    seed: int = Field(default=0, ge=0)
+    weights: dict[str, float] = Field(default_factory=dict)
+
+    @field_validator("weights")
+    @classmethod
+    def _weights_are_usable(cls, weights: dict[str, float]) -> dict[str, float]:
+        for agent, weight in weights.items():
+            if not math.isfinite(weight) or weight == 0:
+                raise ValueError(f"the weight of agent '{agent}' is {weight}; give a finite number other than 0")
+        return weights
+
+    @model_validator(mode="after")
+    def _knobs_fit_the_method(self) -> MergeConfig:
+        criteria = [f"epsilon={self.epsilon}"] * (self.epsilon is not None)
+        criteria += [f"top={self.top}"] * (self.top is not None) + ["ulp"] * self.ulp
+        if len(criteria) > 1:
+            raise ValueError(f"{' and '.join(criteria)} are given; an agent has one criterion, keep one of them")
+        foreign = frozenset().union(*METHOD_KNOBS.values()) - METHOD_KNOBS[self.method]
+        unused = sorted(self.model_fields_set & foreign)
+        if unused:
+            takers = {knob: sorted(m for m, knobs in METHOD_KNOBS.items() if knob in knobs) for knob in unused}
+            told = "; ".join(f"{knob}={getattr(self, knob)} is for {', '.join(takers[knob])}" for knob in unused)
+            raise ValueError(f"method '{self.method}' does not use {', '.join(unused)} ({told}); leave it out")
+        return self
+
+    @property
+    def criterion(self) -> str:
+        """The criterion in words, such as `top 0.2`, `epsilon 1e-05` or `ulp`."""
+        if self.ulp:
+            return "ulp"
+        if self.top_fraction is not None:
+            return f"top {self.top_fraction:g}"
+        return f"epsilon {self.fixed_epsilon:g}"
+
+    @property
+    def top_fraction(self) -> float | None:
+        """Fraction of the `top` criterion, given or by default; `None` when another criterion is in force."""
+        if self.top is None and self.epsilon is None and not self.ulp and self.method in ("ram", "ties"):
+            return 0.2
+        return self.top
+
+    @property
+    def fixed_epsilon(self) -> float:
+        """ε of the `epsilon` criterion, given or by default."""
+        return 0.0 if self.epsilon is None else self.epsilon
+
+    def weight(self, agent: str) -> float:
+        """Factor on the task vector of `agent`."""
+        return self.weights.get(agent, 1.0)
+
+    @classmethod
+    def preset(cls, name: PresetName) -> MergeConfig:
+        """
+        The knobs of a published program: `"paper"`, `"released"` (the authors' script) or `"mergekit"`.
+
+        Raises:
+            `ValueError`: if there is no such preset.
+        """
+        return cls.layered({"preset": name})
+
+    @classmethod
+    def layered(cls, *layers: Mapping[str, Any]) -> MergeConfig:
+        """
+        One config from several sources, the later ones winning, as the command line wins over a YAML file.
+
+        A layer may hold `preset`, which stands for that preset's knobs. A criterion in a later layer replaces the
+        criterion of an earlier one, of whatever kind; weights are merged by agent.
+
+        Raises:
+            `ValueError`: if the knobs do not fit together (`pydantic.ValidationError`), or the preset is unknown.
+        """
+        values: dict[str, Any] = {}
+        for layer in layers:
+            knobs = dict(layer)
+            name = knobs.pop("preset", None)
+            if name is not None:
+                if name not in PRESETS:
+                    raise ValueError(f"unknown preset '{name}'; known: {', '.join(PRESETS)}")
+                knobs = PRESETS[name] | knobs
+            if CRITERION_KNOBS & knobs.keys():
+                values = {key: value for key, value in values.items() if key not in CRITERION_KNOBS}
+            weights = values.get("weights", {}) | (knobs.get("weights") or {})
+            values |= knobs | ({"weights": weights} if weights else {})
+        return cls(**values)
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """
+    The mapping in a YAML file.
+
+    Raises:
+        `ValueError`: if the file is missing, is not YAML, or holds something else than a mapping.
+    """
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ValueError(f"{path}: cannot be read as YAML: {error}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{path}: holds {type(values).__name__}, expected a mapping such as `method: ram`")
+    return values

@@ -1,0 +1,385 @@
+"""
+The merge engine: count → plan → merge, chunk by chunk, over any stores.
+
+Base and agents come in as stores (`weights/`), merged chunks go out through a function of the caller. Nothing larger
+than a few chunks is held. All arithmetic is fp32; the result of an entry depends on that entry and on the plan only,
+so every chunk size, thread count and shard layout gives the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ram_trl import criterion
+from ram_trl.config import MergeConfig
+from ram_trl.methods import Chunk, rule
+from ram_trl.methods.chunk import Update
+from ram_trl.plan import Counts, Plan
+from ram_trl.preflight import check_layout, check_names
+from ram_trl.problems import MergeInputError, Problem, agent_place
+from ram_trl.report import MergeReport, make_report
+from ram_trl.weights import Span, Store, cut, entries, mergeable, whole
+from ram_trl.weights.memory import StateDict
+from ram_trl.workers import Workers
+
+CHUNK = 1 << 17
+"""Entries per chunk: the working set of a few agents stays in the cache of a core."""
+
+Reduce = Callable[[Tensor, Literal["sum", "max"]], Tensor]
+"""Combines a tensor elementwise over the ranks of a job; every rank gets the result."""
+
+Advance = Callable[[int], None]
+"""Told how many entries have just been read, for progress bars."""
+
+
+def alone(tensor: Tensor, operation: Literal["sum", "max"]) -> Tensor:
+    """The `Reduce` of a single process."""
+    return tensor
+
+
+def make_plan(
+    base: Store,
+    agents: Mapping[str, Store],
+    config: MergeConfig,
+    workers: Workers,
+    *,
+    spans: Sequence[Span] | None = None,
+    reduce: Reduce = alone,
+    chunk: int = CHUNK,
+    advance: Advance = lambda entries: None,
+) -> Plan:
+    """
+    Reads everything and decides the merge: thresholds, counts, λ.
+
+    Collective where `reduce` is: all ranks, with the same tensors in their stores, each over its own spans.
+
+    Args:
+        base (`Store`):
+            What the agents are compared with.
+        agents (`Mapping[str, Store]`):
+            Stores by agent name, of the base's layout.
+        config (`MergeConfig`):
+            The knobs.
+        workers (`Workers`):
+            An entered pool.
+        spans (`Sequence[Span]`, *optional*):
+            What this rank counts; by default the whole model.
+        reduce (`Reduce`, *optional*):
+            Combines the counts of the ranks.
+        chunk (`int`, *optional*):
+            Entries per chunk.
+        advance (`Advance`, *optional*):
+            Called with the number of entries of each chunk read; `reads(config)` tells how often each is read.
+
+    Returns:
+        `Plan`: the same on every rank.
+
+    Raises:
+        `MergeInputError`: naming every agent and tensor that holds NaN or Inf.
+    """
+    spans = whole(base) if spans is None else spans
+    names = sorted(agents)
+    thresholds = [config.fixed_epsilon] * len(names)
+    if config.top_fraction is not None:
+        k = criterion.wanted(config.top_fraction, sum(entries(base, name) for name in mergeable(base)))
+        thresholds = _top_thresholds(base, [agents[n] for n in names], k, workers, spans, reduce, chunk, advance)
+    # ε is compared in fp32, so it is rounded to fp32 once, here.
+    thresholds = [float(np.float32(threshold)) for threshold in thresholds]
+
+    local = {name: Counts.zero(len(names)) for name in mergeable(base)}
+    pieces = list(cut(spans, chunk))
+    count = partial(_count, base, [agents[n] for n in names], config, thresholds)
+    for piece, counts in zip(pieces, workers.map(count, pieces), strict=True):
+        local[piece.name] += counts
+        advance(len(piece))
+    plan = Plan(config, tuple(names), tuple(thresholds), _reduced(local, len(names), reduce))
+    _refuse_non_finite(base, agents, plan, spans)
+    return plan
+
+
+def merge_spans(
+    base: Store,
+    agents: Mapping[str, Store],
+    plan: Plan,
+    sink: Callable[[Span, Tensor], None],
+    workers: Workers,
+    *,
+    spans: Iterable[Span] | None = None,
+    chunk: int = CHUNK,
+    advance: Advance = lambda entries: None,
+) -> None:
+    """
+    Merges chunk by chunk.
+
+    Args:
+        base (`Store`), agents (`Mapping[str, Store]`):
+            As given to `make_plan`.
+        plan (`Plan`):
+            What `make_plan` decided.
+        sink (`Callable[[Span, Tensor], None]`):
+            Takes the merged entries of a span: flat, float32. Called from several threads, each span once.
+        workers (`Workers`):
+            An entered pool.
+        spans (`Iterable[Span]`, *optional*):
+            What to merge; by default the whole model.
+        chunk (`int`, *optional*):
+            Entries per chunk.
+        advance (`Advance`, *optional*):
+            Called with the number of entries of each chunk merged.
+    """
+    stores = [agents[name] for name in plan.agents]
+    merge = rule(plan)
+
+    def work(span: Span) -> int:
+        sink(span, merge(_load(base, stores, plan, span)))
+        return len(span)
+
+    for done in workers.map(work, cut(whole(base) if spans is None else spans, chunk)):
+        advance(done)
+
+
+def reads(config: MergeConfig) -> int:
+    """How often `make_plan` reads each entry: once to count, twice more to find the `top` thresholds."""
+    return 3 if config.top_fraction is not None else 1
+
+
+def merge_state_dicts(
+    base: Mapping[str, Tensor],
+    agents: Mapping[str, Mapping[str, Tensor]],
+    config: MergeConfig | None = None,
+    *,
+    threads: int | None = None,
+    chunk: int = CHUNK,
+) -> tuple[dict[str, Tensor], MergeReport]:
+    """
+    Merges agents held in memory.
+
+    Args:
+        base (`Mapping[str, Tensor]`):
+            State dict of the checkpoint the agents started from. Entries that share memory are tied.
+        agents (`Mapping[str, Mapping[str, Tensor]]`):
+            State dicts by agent name, with the base's names and shapes.
+        config (`MergeConfig`, *optional*):
+            The knobs; by default RAM+ with our defaults.
+        threads (`int`, *optional*):
+            Number of threads; by default the CPUs this process may use.
+        chunk (`int`, *optional*):
+            Entries per chunk; changes no bit of the result.
+
+    Returns:
+        `tuple[dict[str, Tensor], MergeReport]`: the merged state dict, in the base's dtypes and on its devices, tied
+        entries sharing memory as in the base; and the report.
+
+    Raises:
+        `MergeInputError`: naming everything that cannot be merged.
+
+    Example:
+
+    ```python
+    >>> from ram_trl import MergeConfig, merge_state_dicts
+    >>> base = {"w": torch.tensor([1.0, 2.0, 3.0])}
+    >>> agents = {"tool": {"w": torch.tensor([1.5, 2.0, 3.5])}, "code": {"w": torch.tensor([1.0, 2.0, 4.5])}}
+    >>> merged, report = merge_state_dicts(base, agents, MergeConfig(epsilon=1e-5, r=0))
+    >>> merged["w"]
+    tensor([1.5000, 2.0000, 4.0000])
+    ```
+    """
+    config = config or MergeConfig()
+    base_store = StateDict(base)
+    stores: dict[str, Store] = {name: StateDict(tensors) for name, tensors in agents.items()}
+    problems = check_names(stores, config)
+    for name, store in stores.items():
+        problems += check_layout(base_store, store, agent_place(name))
+    if problems:
+        raise MergeInputError(problems)
+
+    merged = {name: base[name].detach().clone(memory_format=torch.contiguous_format) for name in base_store.names()}
+    flat = {name: tensor.view(-1) for name, tensor in merged.items()}
+
+    def keep(span: Span, values: Tensor) -> None:
+        flat[span.name][span.start : span.stop] = stored(values, base_store.dtype(span.name), span)
+
+    with Workers(threads) as workers:
+        plan = make_plan(base_store, stores, config, workers, chunk=chunk)
+        merge_spans(base_store, stores, plan, keep, workers, chunk=chunk)
+    tied = {alias: merged[name] for alias, name in base_store.aliases.items()}
+    return {name: (merged | tied)[name] for name in base}, make_report(base_store, stores, plan)
+
+
+def stored(values: Tensor, dtype: torch.dtype, span: Span) -> Tensor:
+    """
+    Merged fp32 entries in the dtype they are stored in, rounded to nearest.
+
+    Raises:
+        `MergeInputError`: if an entry overflows to Inf.
+    """
+    result = values.to(dtype)
+    if not torch.isfinite(result).all():
+        peak = float(values.abs().max())
+        largest = torch.finfo(dtype).max
+        what = (
+            f"'{span.name}' merges to {peak:.6g}, beyond what {dtype} holds ({largest:.6g}); merge into a wider dtype"
+        )
+        raise MergeInputError([Problem("output", what, span.name)])
+    return result
+
+
+def _load(base: Store, stores: Sequence[Store], plan: Plan, span: Span) -> Chunk:
+    before = span.of(base)
+    updates = []
+    for agent, store, threshold in zip(plan.agents, stores, plan.thresholds, strict=True):
+        theta = span.of(store)
+        tau = theta - before
+        active = criterion.active_mask(theta, before, tau, plan.config, threshold, base.dtype(span.name))
+        tau = torch.where(active, tau, 0.0)
+        weight = plan.config.weight(agent)
+        if weight != 1:
+            tau = tau * weight
+            theta = before + tau
+        updates.append(Update(agent, tau, active, theta))
+    return Chunk(span.name, span.start, before, updates)
+
+
+def _count(
+    base: Store, stores: Sequence[Store], config: MergeConfig, thresholds: Sequence[float], span: Span
+) -> Counts:
+    before = span.of(base)
+    masks, positive, negative, largest, square, square_active = [], [], [], [], [], []
+    for store, threshold in zip(stores, thresholds, strict=True):
+        theta = span.of(store)
+        tau = theta - before
+        active = criterion.active_mask(theta, before, tau, config, threshold, base.dtype(span.name))
+        masks.append(active)
+        positive.append(active & (tau > 0))
+        negative.append(active & (tau < 0))
+        largest.append(float(tau.abs().max()))
+        square.append(float(tau.dot(tau)))
+        tau = torch.where(active, tau, 0.0)
+        square_active.append(float(tau.dot(tau)))
+
+    agents = len(stores)
+    both, agree = np.zeros((agents, agents), np.int64), np.zeros((agents, agents), np.int64)
+    for i in range(agents):
+        for j in range(i, agents):
+            both[i, j] = both[j, i] = _how_many(masks[i] & masks[j])
+            same = (positive[i] & positive[j]) | (negative[i] & negative[j])
+            agree[i, j] = agree[j, i] = _how_many(same)
+    one, many, up, down = (torch.zeros_like(masks[0]) for _ in range(4))
+    for mask, plus, minus in zip(masks, positive, negative, strict=True):
+        many |= one & mask
+        one |= mask
+        up |= plus
+        down |= minus
+    return Counts(
+        entries=len(span),
+        both=both,
+        agree=agree,
+        shared=np.array([_how_many(mask & many) for mask in masks], np.int64),
+        touched=_how_many(one),
+        touched_by_many=_how_many(many),
+        conflicting=_how_many(up & down),
+        largest=np.array(largest),
+        square=np.array(square),
+        square_active=np.array(square_active),
+    )
+
+
+def _how_many(mask: Tensor) -> int:
+    return int(torch.count_nonzero(mask))
+
+
+def _top_thresholds(
+    base: Store,
+    stores: Sequence[Store],
+    k: int,
+    workers: Workers,
+    spans: Sequence[Span],
+    reduce: Reduce,
+    chunk: int,
+    advance: Advance,
+) -> list[float]:
+    def histograms(bins: int, of: Callable[[Tensor, int], Tensor]) -> Tensor:
+        def work(span: Span) -> tuple[int, Tensor]:
+            before = span.of(base)
+            return len(span), torch.stack([of(span.of(store) - before, i).cpu() for i, store in enumerate(stores)])
+
+        totals = torch.zeros(len(stores), bins, dtype=torch.int64)
+        for done, counted in workers.map(work, cut(spans, chunk)):
+            totals += counted
+            advance(done)
+        return reduce(totals, "sum")
+
+    upper = histograms(criterion.UPPER_BINS, lambda tau, i: criterion.upper_histogram(tau))
+    bins = [criterion.kth_bin(histogram, k) for histogram in upper]
+    lower = histograms(criterion.LOWER_BINS, lambda tau, i: criterion.lower_histogram(tau, bins[i][0]))
+    return [
+        criterion.strict_threshold(top, criterion.kth_bin(histogram, rank)[0])
+        for (top, rank), histogram in zip(bins, lower, strict=True)
+    ]
+
+
+def _reduced(local: Mapping[str, Counts], agents: int, reduce: Reduce) -> dict[str, Counts]:
+    """Counts over all ranks. Collective where `reduce` is: three calls."""
+    if reduce is alone:
+        return dict(local)
+    names = sorted(local)
+    whole_numbers = torch.tensor(
+        np.array(
+            [
+                [c.entries, c.touched, c.touched_by_many, c.conflicting, *c.shared, *c.both.flat, *c.agree.flat]
+                for c in (local[name] for name in names)
+            ],
+            np.int64,
+        )
+    )
+    squares = torch.tensor(np.array([[*local[name].square, *local[name].square_active] for name in names]))
+    largest = torch.tensor(np.array([local[name].largest for name in names]))
+    whole_numbers, squares = reduce(whole_numbers, "sum"), reduce(squares, "sum")
+    # A NaN does not survive every backend's max; Inf does.
+    largest = reduce(torch.nan_to_num(largest, nan=torch.inf), "max")
+    merged = {}
+    for name, row, real, peak in zip(names, whole_numbers.numpy(), squares.numpy(), largest.numpy(), strict=True):
+        shared, both, agree = np.split(row[4:], [agents, agents + agents**2])
+        square = (agents, agents)
+        merged[name] = Counts(
+            int(row[0]), both.reshape(square), agree.reshape(square), shared, *map(int, row[1:4]), peak,
+            real[:agents], real[agents:],
+        )  # fmt: skip
+    return merged
+
+
+def _refuse_non_finite(base: Store, agents: Mapping[str, Store], plan: Plan, spans: Sequence[Span]) -> None:
+    problems = []
+    for name, counts in plan.counts.items():
+        bad = [agent for agent, peak in zip(plan.agents, counts.largest, strict=True) if not np.isfinite(peak)]
+        if not bad:
+            continue
+        here = [span for span in spans if span.name == name]
+        places = {"base": base} | {agent_place(agent): agents[agent] for agent in bad}
+        found = [_non_finite(place, store, name, here) for place, store in places.items()]
+        problems += [problem for problem in found if problem is not None]
+        if not any(found):
+            what = f"the task vector of '{name}' is not finite: another rank holds the entries, or it overflows fp32"
+            problems += [Problem(agent_place(agent), what, name, "not finite") for agent in bad]
+    if problems:
+        raise MergeInputError(problems)
+
+
+def _non_finite(place: str, store: Store, name: str, spans: Iterable[Span]) -> Problem | None:
+    count = 0
+    first = None
+    for span in cut(spans, CHUNK):
+        bad = ~torch.isfinite(span.of(store))
+        if first is None and bad.any():
+            first = span.start + int(bad.int().argmax())
+        count += _how_many(bad)
+    if first is None:
+        return None
+    what = f"'{name}' holds {count} NaN or Inf entries, the first at flat index {first}; train or save it again"
+    return Problem(place, what, name, "not finite")

@@ -1,0 +1,28 @@
+"""Reinforced Agent Merging, RAM and RAM+ (arXiv 2601.13572, Eq. 3-7)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ram_trl.methods.chunk import Chunk, combine
+
+
+def ram(chunk: Chunk, lambdas: Sequence[float]) -> Tensor:
+    """
+    Mean over the agents that changed an entry; an entry that one agent alone changed keeps its change, times λ.
+
+    Args:
+        chunk (`Chunk`):
+            The entries to merge.
+        lambdas (`Sequence[float]`):
+            λ_t of every agent in the chunk's order (Eq. 6); 1 is RAM, above 1 RAM+.
+
+    Returns:
+        `Tensor`: the merged entries, float32.
+    """
+    total, count, single = combine(chunk.base, chunk.updates, lambdas)
+    mean = chunk.base + total / count.clamp(min=1)
+    return torch.where(count >= 2, mean, single)

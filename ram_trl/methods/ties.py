@@ -1,0 +1,38 @@
+"""TIES: trim, elect a sign, mean over the agents that agree with it (arXiv 2306.01708)."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from ram_trl.methods.chunk import Chunk, combine
+
+
+def ties(chunk: Chunk, scale: float) -> Tensor:
+    """
+    base + scale · (mean of the τ whose sign is that of Σ τ).
+
+    The trim of the paper is the criterion (`top=0.2` unless another is given), so τ arrives here trimmed.
+
+    Args:
+        chunk (`Chunk`):
+            The entries to merge.
+        scale (`float`):
+            Factor on the mean.
+
+    Returns:
+        `Tensor`: the merged entries, float32.
+    """
+    total = torch.zeros_like(chunk.base)
+    for update in chunk.updates:
+        total += update.tau
+    elected = total.sign()
+    agreeing = []
+    for update in chunk.updates:
+        agrees = update.active & (update.tau.sign() == elected) & (elected != 0)
+        agreeing.append(dataclasses.replace(update, active=agrees, tau=update.tau * agrees))
+    total, count, single = combine(chunk.base, agreeing, [scale] * len(agreeing))
+    mean = total / count.clamp(min=1)
+    return torch.where(count >= 2, chunk.base + mean * scale, single)

@@ -1,0 +1,43 @@
+"""State dicts in memory as a store."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+
+class StateDict:
+    """
+    A state dict as a store; nothing is copied.
+
+    Args:
+        tensors (`Mapping[str, Tensor]`):
+            The state dict. Entries that share memory are tied: they are one tensor, under the name that sorts first.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self.aliases: dict[str, str] = {}
+        self._tensors: dict[str, Tensor] = {}
+        seen: dict[tuple[object, ...], str] = {}
+        for name in sorted(tensors):
+            tensor = tensors[name].detach()
+            memory = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+            first = seen.setdefault(memory, name) if tensor.numel() else name
+            if first != name:
+                self.aliases[name] = first
+            else:
+                self._tensors[name] = tensor
+
+    def names(self) -> list[str]:
+        return list(self._tensors)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._tensors[name].shape)
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._tensors[name].dtype
+
+    def read(self, name: str, start: int, stop: int) -> Tensor:
+        return self._tensors[name].reshape(-1)[start:stop]
