@@ -197,6 +197,11 @@ def merge_state_dicts(
     for name, store in stores.items():
         problems += check_layout(base_store, store, agent_place(name))
     if problems:
+        for where, store in {
+            "base": base_store,
+            **{agent_place(name): store for name, store in stores.items()},
+        }.items():
+            problems += find_non_finite(where, store, whole(store))
         raise MergeInputError(problems)
 
     merged = {name: base[name].detach().clone(memory_format=torch.contiguous_format) for name in base_store.names()}
@@ -346,11 +351,18 @@ def _reduced(local: Mapping[str, Counts], agents: int, reduce: Reduce) -> dict[s
     merged = {}
     for name, row, real, peak in zip(names, whole_numbers.numpy(), squares.numpy(), largest.numpy(), strict=True):
         shared, both, agree = np.split(row[4:], [agents, agents + agents**2])
-        square = (agents, agents)
         merged[name] = Counts(
-            int(row[0]), both.reshape(square), agree.reshape(square), shared, *map(int, row[1:4]), peak,
-            real[:agents], real[agents:],
-        )  # fmt: skip
+            entries=int(row[0]),
+            both=both.reshape(agents, agents),
+            agree=agree.reshape(agents, agents),
+            shared=shared,
+            touched=int(row[1]),
+            touched_by_many=int(row[2]),
+            conflicting=int(row[3]),
+            largest=peak,
+            square=real[:agents],
+            square_active=real[agents:],
+        )
     return merged
 
 
@@ -362,24 +374,31 @@ def _refuse_non_finite(base: Store, agents: Mapping[str, Store], plan: Plan, spa
             continue
         here = [span for span in spans if span.name == name]
         places = {"base": base} | {agent_place(agent): agents[agent] for agent in bad}
-        found = [_non_finite(place, store, name, here) for place, store in places.items()]
-        problems += [problem for problem in found if problem is not None]
-        if not any(found):
+        found = [problem for place, store in places.items() for problem in find_non_finite(place, store, here)]
+        if not found:
             what = f"the task vector of '{name}' is not finite: another rank holds the entries, or it overflows fp32"
-            problems += [Problem(agent_place(agent), what, name, "not finite") for agent in bad]
+            found = [Problem(agent_place(agent), what, name, "not finite") for agent in bad]
+        problems += found
     if problems:
         raise MergeInputError(problems)
 
 
-def _non_finite(place: str, store: Store, name: str, spans: Iterable[Span]) -> Problem | None:
-    count = 0
-    first = None
+def find_non_finite(where: str, store: Store, spans: Iterable[Span]) -> list[Problem]:
+    """Problems of all tensors that hold NaN or Inf within the spans; reads them."""
+    count: dict[str, int] = {}
+    first: dict[str, int] = {}
     for span in cut(spans, CHUNK):
         bad = ~torch.isfinite(span.of(store))
-        if first is None and bad.any():
-            first = span.start + int(bad.int().argmax())
-        count += _how_many(bad)
-    if first is None:
-        return None
-    what = f"'{name}' holds {count} NaN or Inf entries, the first at flat index {first}; train or save it again"
-    return Problem(place, what, name, "not finite")
+        if bad.any():
+            first.setdefault(span.name, span.start + int(bad.int().argmax()))
+            count[span.name] = count.get(span.name, 0) + _how_many(bad)
+    return [
+        Problem(
+            where,
+            f"'{name}' holds {count[name]} NaN or Inf entries, the first at flat index {first[name]}; train or save "
+            "it again",
+            name,
+            "not finite",
+        )
+        for name in sorted(count)
+    ]

@@ -77,7 +77,7 @@ def collate(tokenizer: PreTrainedTokenizerBase, rows: Sequence[ScoreRow]) -> tup
         raise ValueError("the tokenizer has no end-of-sequence token, so where an answer ends cannot be scored")
     prompts = tokenizer([row.prompt for row in rows])["input_ids"]
     answers = tokenizer([row.answer for row in rows], add_special_tokens=False)["input_ids"]
-    answers = [answer + [tokenizer.eos_token_id] for answer in answers]
+    answers = [[*answer, tokenizer.eos_token_id] for answer in answers]
     shape = (len(rows), max(len(prompt) + len(answer) for prompt, answer in zip(prompts, answers, strict=True)))
     inputs = torch.full(shape, tokenizer.eos_token_id)
     mask = torch.zeros(shape, dtype=torch.long)

@@ -51,7 +51,9 @@ def check_layout(base: Store, agent: Store, where: str) -> list[Problem]:
     for name in sorted(theirs - ours):
         tied_to = base.aliases.get(name)
         if tied_to is None:
-            what = f"'{name}' {_described(agent, name)} is not in the base; save the agent with the base's architecture"
+            what = (
+                f"'{name}' {_described(agent, name)} is not in the base; save the agent with the base's architecture"
+            )
             problems.append(Problem(where, what, name, "extra tensor"))
         elif tied_to not in theirs or not same_entries(agent, name, tied_to):
             what = (
@@ -74,7 +76,9 @@ def _check_tensor(base: Store, agent: Store, name: str, where: str) -> list[Prob
             )
         return [Problem(where, what, name, "shape")]
     if prod(base.shape(name)) == 0:
-        what = f"'{name}' has no entries (shape {_shape(base, name)}): it was saved from a sharded model, gather it first"
+        what = (
+            f"'{name}' has no entries (shape {_shape(base, name)}): it was saved from a sharded model, gather it first"
+        )
         return [Problem(where, what, name, "empty tensor")]
     kinds = base.dtype(name) in MERGEABLE, agent.dtype(name) in MERGEABLE
     if kinds == (True, True):

@@ -44,10 +44,8 @@ def _shipped_recipes() -> Path:
 RECIPES: Path = _shipped_recipes()
 
 
-class RewardFunction(Protocol):
-    """A reward function as TRL calls it: the columns of the dataset come in by name."""
-
-    def __call__(self, *, completions: list[str], **columns: Any) -> list[float]: ...
+# A reward function as TRL calls it: completions and the dataset's columns come in by name.
+RewardFunction = Callable[..., list[float]]
 
 
 @dataclass(frozen=True)

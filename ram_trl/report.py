@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from itertools import combinations
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AliasChoices, BaseModel, Field
 
 from ram_trl.config import MergeConfig
 from ram_trl.plan import Plan, rho
@@ -45,15 +45,13 @@ class AgentReport(BaseModel):
             Dtypes its weights are stored in: where "changed" was decided.
     """
 
-    model_config = ConfigDict(populate_by_name=True)
-
     entries: int
     active: int
     shared: int
     unique: int
     density: float
     rho: float | None
-    lambda_: float | None = Field(alias="lambda")
+    lambda_: float | None = Field(validation_alias=AliasChoices("lambda", "lambda_"), serialization_alias="lambda")
     weight: float
     threshold: float | None
     norm: float
@@ -125,6 +123,10 @@ class MergeReport(BaseModel):
     base: Path | None = None
     sources: dict[str, Path] = Field(default_factory=dict)
     out: Path | None = None
+
+    def to_json(self) -> str:
+        """The report as indented JSON, with λ under the key `lambda`."""
+        return self.model_dump_json(indent=2, by_alias=True) + "\n"
 
 
 def make_report(base: Store, agents: Mapping[str, Store], plan: Plan) -> MergeReport:

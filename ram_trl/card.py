@@ -1,0 +1,74 @@
+"""The README.md that goes with a generalist: a model card with front matter the Hub understands."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import ModelCardData
+
+from ram_trl.config import METHOD_KNOBS
+from ram_trl.report import MergeReport
+
+RAM_PAPER = "https://arxiv.org/abs/2601.13572"
+
+
+def model_card(report: MergeReport, base_config: Mapping[str, Any]) -> str:
+    """
+    The card's text.
+
+    Args:
+        report (`MergeReport`):
+            The report of a merge of folders.
+        base_config (`Mapping[str, Any]`):
+            The base's `config.json`; tells its name on the Hub, if it has one.
+
+    Returns:
+        `str`: Markdown with YAML front matter.
+    """
+    data = ModelCardData(
+        base_model=_hub_name(report.base, base_config), library_name="transformers", tags=["merge", "ram_trl"]
+    )
+    config = report.config
+    knobs = [f"criterion: {report.criterion}"]
+    knobs += [f"{knob}: {getattr(config, knob)}" for knob in sorted(METHOD_KNOBS[config.method])]
+    lines = [
+        "---",
+        data.to_yaml(),
+        "---",
+        f"# {report.out.name if report.out else 'generalist'}",
+        "",
+        f"A generalist merged from {len(report.agents)} agents by ram_trl.",
+        "",
+        f"- method: `{config.method}` ({', '.join(knobs)})",
+        f"- base: `{report.base}`",
+        *(f"- agent {name}: `{folder}`" for name, folder in report.sources.items()),
+        "",
+        "| agent | density | shared | unique | rho | lambda | weight |",
+        "|---|---|---|---|---|---|---|",
+        *(
+            f"| {name} | {agent.density:.2%} | {agent.shared} | {agent.unique} | {_number(agent.rho)} "
+            f"| {_number(agent.lambda_)} | {agent.weight:g} |"
+            for name, agent in report.agents.items()
+        ),
+        "",
+        "Density is the share of entries an agent changed by the criterion; shared and unique count those that "
+        "others changed too, or not.",
+    ]
+    if report.warnings:
+        lines += ["", "Warnings:", "", *(f"- {warning}" for warning in report.warnings)]
+    if config.method == "ram":
+        lines += ["", f"Method: Reinforced Agent Merging, {RAM_PAPER}."]
+    return "\n".join(lines) + "\n"
+
+
+def _hub_name(base: Path | None, config: Mapping[str, Any]) -> str | None:
+    name = config.get("_name_or_path") or ""
+    if name.count("/") == 1 and not name.startswith(("/", ".")):
+        return str(name)
+    return base.name if base else None
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"

@@ -1,0 +1,244 @@
+"""
+Offline merging: `save_pretrained` folders in, a `save_pretrained` folder out.
+
+Checks come first and report everything at once; then all of it is counted; only then is anything written, beside the
+output folder, which takes its name when it is complete.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ram_trl.card import model_card
+from ram_trl.config import MergeConfig
+from ram_trl.engine import CHUNK, find_non_finite, make_plan, merge_spans, reads, stored
+from ram_trl.files import folder_in_one_piece
+from ram_trl.plan import Plan
+from ram_trl.preflight import check_layout, check_names
+from ram_trl.problems import MergeInputError, Problem, agent_place
+from ram_trl.progress import bar
+from ram_trl.report import MergeReport, make_report
+from ram_trl.weights import Span, entries, whole
+from ram_trl.weights.checkpoint import Checkpoint, CheckpointWriter, open_checkpoint, side_files, total_bytes
+from ram_trl.workers import Workers
+
+SHARD_SIZE = "5GB"
+
+# Keys of config.json that may differ between a base and what was trained from it.
+INCIDENTAL_KEYS = frozenset(
+    {"_name_or_path", "torch_dtype", "dtype", "transformers_version", "use_cache", "bos_token_id", "eos_token_id"}
+    | {"pad_token_id", "tie_word_embeddings", "quantization_config", "_attn_implementation_autoset", "architectures"}
+    | {"model_type"}
+)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Base and agents, opened and found to fit together."""
+
+    base: Checkpoint
+    agents: Mapping[str, Checkpoint]
+    warnings: list[str]
+
+
+def merge(
+    base: Path | str,
+    agents: Mapping[str, Path | str],
+    out: Path | str,
+    config: MergeConfig | None = None,
+    *,
+    max_shard_size: int | str = SHARD_SIZE,
+    threads: int | None = None,
+    chunk: int = CHUNK,
+) -> MergeReport:
+    """
+    Merges the agents' checkpoints into one that `from_pretrained` opens.
+
+    The output has the base's tensor names, dtypes, config, tokenizer and other side files, and `merge_report.json`
+    and a model card. Inputs are only read.
+
+    Args:
+        base (`Path` or `str`):
+            Folder of the checkpoint the agents started from, as `save_pretrained` writes it.
+        agents (`Mapping[str, Path | str]`):
+            The agents' folders by name.
+        out (`Path` or `str`):
+            Folder to make; it must not exist yet.
+        config (`MergeConfig`, *optional*):
+            The knobs; by default RAM+ with our defaults.
+        max_shard_size (`int` or `str`, *optional*, defaults to `"5GB"`):
+            Largest size of one weight file.
+        threads (`int`, *optional*):
+            Number of threads; by default the CPUs this process may use.
+        chunk (`int`, *optional*):
+            Entries worked on at a time; changes no bit of the result.
+
+    Returns:
+        `MergeReport`: what was counted and applied, and warnings; the same as in `merge_report.json`.
+
+    Raises:
+        `MergeInputError`: naming everything that cannot be merged; nothing was written.
+    """
+    config = config or MergeConfig()
+    out = Path(out)
+    inputs = _open(base, agents, config, out)
+    with Workers(threads) as workers:
+        plan = _counted(inputs, config, workers, chunk)
+        report = _report(inputs, plan).model_copy(update={"out": out})
+        with folder_in_one_piece(out) as folder:
+            _write_weights(inputs, plan, folder, max_shard_size, workers, chunk)
+            for source in side_files(inputs.base.folder):
+                target = folder / source.relative_to(inputs.base.folder)
+                target.parent.mkdir(exist_ok=True)
+                shutil.copyfile(source, target)
+            (folder / "merge_report.json").write_text(report.to_json(), encoding="utf-8")
+            (folder / "README.md").write_text(model_card(report, inputs.base.config), encoding="utf-8")
+    return report
+
+
+def probe(
+    base: Path | str,
+    agents: Mapping[str, Path | str],
+    config: MergeConfig | None = None,
+    *,
+    threads: int | None = None,
+    chunk: int = CHUNK,
+) -> MergeReport:
+    """
+    Counts what a merge would do, and writes nothing.
+
+    Args:
+        base (`Path` or `str`), agents (`Mapping[str, Path | str]`), config (`MergeConfig`, *optional*), threads
+        (`int`, *optional*), chunk (`int`, *optional*):
+            As for `merge`.
+
+    Returns:
+        `MergeReport`: the same numbers and warnings that `merge` would report.
+
+    Raises:
+        `MergeInputError`: naming everything that cannot be merged.
+    """
+    config = config or MergeConfig()
+    inputs = _open(base, agents, config, None)
+    with Workers(threads) as workers:
+        return _report(inputs, _counted(inputs, config, workers, chunk))
+
+
+def _open(base: Path | str, agents: Mapping[str, Path | str], config: MergeConfig, out: Path | None) -> Inputs:
+    problems = check_names(agents, config)
+    opened_base = open_checkpoint(Path(base), "base")
+    opened = {name: open_checkpoint(Path(agents[name]), agent_place(name)) for name in sorted(agents)}
+    warnings = list(opened_base.warnings)
+    problems += opened_base.problems
+    for name, agent in opened.items():
+        where = agent_place(name)
+        problems += agent.problems
+        warnings += agent.warnings
+        if not agent.store.names() or not opened_base.store.names():
+            continue  # already reported as unreadable
+        architecture = _check_architecture(opened_base.store.config, agent.store.config, where)
+        problems += architecture or check_layout(opened_base.store, agent.store, where)
+        warnings += _config_warnings(opened_base.store.config, agent.store.config, where)
+    stores = {name: agent.store for name, agent in opened.items()}
+    if out is not None:
+        problems += _check_output(out, Path(base), {n: Path(a) for n, a in agents.items()}, opened_base.store)
+    if problems:
+        places = {"base": opened_base.store} | {agent_place(name): store for name, store in stores.items()}
+        for place, store in places.items():
+            problems += [p for p in find_non_finite(place, store, whole(store)) if p not in problems]
+        raise MergeInputError(problems)
+    return Inputs(opened_base.store, stores, warnings)
+
+
+def _check_architecture(base: Mapping[str, Any], agent: Mapping[str, Any], where: str) -> list[Problem]:
+    problems = []
+    for key in ("model_type", "architectures"):
+        if key in base and key in agent and base[key] != agent[key]:
+            what = (
+                f"{key} is {_told(agent[key])}, the base's is {_told(base[key])}; only one architecture can be merged"
+            )
+            problems.append(Problem(where, what))
+    return problems
+
+
+def _config_warnings(base: Mapping[str, Any], agent: Mapping[str, Any], where: str) -> list[str]:
+    keys = (base.keys() & agent.keys()) - INCIDENTAL_KEYS
+    differing = [
+        f"{key} {_told(agent[key])} (base: {_told(base[key])})" for key in sorted(keys) if base[key] != agent[key]
+    ]
+    if not differing:
+        return []
+    return [f"{where}: config.json differs from the base's: {'; '.join(differing)}; the generalist has the base's"]
+
+
+def _told(value: Any) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _check_output(out: Path, base: Path, agents: Mapping[str, Path], store: Checkpoint) -> list[Problem]:
+    problems = []
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        problems.append(Problem("output", f"{out} exists; name a new folder, or remove it"))
+    for where, folder in {"the base": base, **{agent_place(name): path for name, path in agents.items()}}.items():
+        if out.resolve() == folder.resolve() or folder.resolve() in out.resolve().parents:
+            problems.append(Problem("output", f"{out} lies in {where} ({folder}); inputs are never written to"))
+    parent = next(path for path in out.resolve().parents if path.exists())
+    shapes, dtypes = _layout(store)
+    needed, free = total_bytes(shapes.values(), dtypes.values()), shutil.disk_usage(parent).free
+    if needed > free:
+        what = f"{needed / 1e9:.1f} GB are needed, {free / 1e9:.1f} GB are free in {parent}; make room"
+        problems.append(Problem("output", what))
+    return problems
+
+
+def _layout(base: Checkpoint) -> tuple[dict[str, tuple[int, ...]], dict[str, torch.dtype]]:
+    """Shapes and dtypes of what is written: all that the base's files hold, tied tensors as often as there."""
+    source = {name: name for name in base.names()} | {alias: base.aliases[alias] for alias in base.stored_aliases}
+    shapes = {name: base.shape(stored_as) for name, stored_as in source.items()}
+    return shapes, {name: base.dtype(stored_as) for name, stored_as in source.items()}
+
+
+def _counted(inputs: Inputs, config: MergeConfig, workers: Workers, chunk: int) -> Plan:
+    spans = whole(inputs.base)
+    with bar("counting", reads(config) * sum(map(len, spans))) as advance:
+        return make_plan(inputs.base, inputs.agents, config, workers, chunk=chunk, advance=advance)
+
+
+def _report(inputs: Inputs, plan: Plan) -> MergeReport:
+    report = make_report(inputs.base, inputs.agents, plan)
+    folders = {"base": inputs.base.folder, "sources": {name: store.folder for name, store in inputs.agents.items()}}
+    return report.model_copy(update={**folders, "warnings": inputs.warnings + report.warnings})
+
+
+def _write_weights(
+    inputs: Inputs, plan: Plan, folder: Path, max_shard_size: int | str, workers: Workers, chunk: int
+) -> None:
+    base = inputs.base
+    shapes, dtypes = _layout(base)
+    also: dict[str, list[str]] = {name: [name] for name in base.names()}
+    for alias in base.stored_aliases:
+        also[base.aliases[alias]].append(alias)
+    writer = CheckpointWriter(folder, shapes, dtypes, max_shard_size)
+
+    def write(span: Span, values: Tensor) -> None:
+        result = stored(values, base.dtype(span.name), span)
+        for name in also[span.name]:
+            writer.write(name, span.start, result)
+
+    merged = whole(base)
+    taken_over = set(base.names()) - {span.name for span in merged}
+    try:
+        with bar("merging", sum(map(len, merged))) as advance:
+            merge_spans(base, inputs.agents, plan, write, workers, chunk=chunk, advance=advance)
+        for name in sorted(taken_over):
+            writer.write(name, 0, base.read(name, 0, entries(base, name)))
+        writer.close()
+    finally:
+        writer.abandon()

@@ -1,0 +1,133 @@
+"""Figures of a comparison: how models score on every task, and how the agents' changes overlap.
+
+Both write a PNG and nothing else; they use matplotlib's objects directly, so no global figure state is touched. The
+colours are those of Okabe and Ito, which colour-blind readers can tell apart.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from itertools import cycle, islice
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from ram_trl.report import AgentReport
+
+TASK_COLOURS = ("#56B4E9", "#E69F00", "#009E73", "#CC79A7", "#0072B2", "#F0E442")
+STRONG = "#333333"
+UNIQUE, SHARED, INACTIVE = "#0072B2", "#E69F00", "#E3E3E3"
+
+DPI = 120
+
+
+def plot_scores(
+    models: Mapping[str, Mapping[str, float]],
+    path: Path,
+    std: Mapping[str, Mapping[str, float]] | None = None,
+    title: str = "Greedy accuracy of every model",
+) -> None:
+    """
+    Write a bar chart: a group of bars per model, in it one bar per task and the average, labelled, last.
+
+    Args:
+        models (`Mapping[str, Mapping[str, float]]`):
+            Percentages by task, and `average`, by model name, in the order to be drawn.
+        path (`Path`):
+            The PNG to write.
+        std (`Mapping[str, Mapping[str, float]]`, *optional*):
+            Standard deviations in the same shape, drawn as error bars.
+        title (`str`, *optional*):
+            Title of the figure.
+    """
+    columns = list(next(iter(models.values())))
+    colours = [*islice(cycle(TASK_COLOURS), len(columns) - 1), STRONG]
+    figure, axes = _canvas(width=max(6.4, 1.0 + 0.22 * len(models) * (len(columns) + 0.6)), height=4.6)
+    width = 0.82 / len(columns)
+    for place, (column, colour) in enumerate(zip(columns, colours, strict=True)):
+        at = [model + (place - (len(columns) - 1) / 2) * width for model in range(len(models))]
+        heights = [scores[column] for scores in models.values()]
+        errors = [std[name][column] for name in models] if std else None
+        style = {"ecolor": "#777777", "elinewidth": 1.0, "capsize": 2.0}
+        axes.bar(at, heights, width * 0.94, yerr=errors, color=colour, label=column, error_kw=style, zorder=2)
+        if column == columns[-1]:
+            _label_bars(axes, [x - width / 2 for x in at], heights, errors or [0.0] * len(heights))
+    axes.set_ylim(0, 112)
+    axes.set_yticks(range(0, 101, 20))
+    axes.set_xlim(-0.6, len(models) - 0.4)
+    axes.set_ylabel("answered exactly (%)")
+    axes.set_xticks(range(len(models)), [_broken(name) for name in models])
+    axes.tick_params(axis="x", length=0)
+    axes.grid(axis="y", color="#E6E6E6", zorder=0)
+    axes.set_title(title, loc="left", fontsize=13, fontweight="bold", pad=32)
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=len(columns), frameon=False, borderaxespad=0.2)
+    figure.savefig(path)
+
+
+def plot_overlap(
+    agents: Mapping[str, AgentReport], path: Path, title: str = "What each agent changed, and who else did"
+) -> None:
+    """
+    Write a bar per agent: which share of its entries is unique, shared and inactive, with ρ and λ beside it.
+
+    Args:
+        agents (`Mapping[str, AgentReport]`):
+            The agents of a [`MergeReport`], by name.
+        path (`Path`):
+            The PNG to write.
+        title (`str`, *optional*):
+            Title of the figure.
+    """
+    figure, axes = _canvas(width=9.0, height=1.7 + 0.62 * len(agents))
+    rows = range(len(agents))
+    percent = [100 / max(agent.entries, 1) for agent in agents.values()]
+    unique = [p * agent.unique for p, agent in zip(percent, agents.values(), strict=True)]
+    shared = [p * agent.shared for p, agent in zip(percent, agents.values(), strict=True)]
+    active = [u + s for u, s in zip(unique, shared, strict=True)]
+    inactive = [100 - a for a in active]
+    axes.barh(rows, unique, 0.62, color=UNIQUE, label="unique to this agent")
+    axes.barh(rows, shared, 0.62, left=unique, color=SHARED, label="shared with others")
+    axes.barh(rows, inactive, 0.62, left=active, color=INACTIVE, label="inactive")
+    for row, agent in enumerate(agents.values()):
+        _label_agent(axes, row, agent)
+    axes.set_xlim(0, 100)
+    axes.set_xlabel("share of all entries (%)")
+    axes.set_yticks(rows, list(agents))
+    axes.tick_params(axis="y", length=0)
+    axes.invert_yaxis()
+    axes.set_title(title, loc="left", fontsize=13, fontweight="bold", pad=32)
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=3, frameon=False, borderaxespad=0.2)
+    figure.savefig(path)
+
+
+def _canvas(width: float, height: float) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=(width, height), dpi=DPI, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure, axes
+
+
+def _label_bars(axes: Axes, left: list[float], heights: list[float], errors: list[float]) -> None:
+    """Values over the last bars of the groups, from their left edge into the gap, where no taller bar is met."""
+    for x, height, error in zip(left, heights, errors, strict=True):
+        axes.annotate(
+            f"{height:.1f}", (x, height + error), (0, 3), textcoords="offset points", ha="left",
+            fontsize=9, fontweight="bold", color=STRONG,
+        )  # fmt: skip
+
+
+def _label_agent(axes: Axes, row: int, agent: AgentReport) -> None:
+    """Density, ρ and λ to the right of an agent's bar."""
+    rho = "–" if agent.rho is None else f"{agent.rho:.2f}"
+    lambda_ = "–" if agent.lambda_ is None else f"{agent.lambda_:.3f}"
+    text = f"{agent.density:.1%} active\nρ = {rho}   λ = {lambda_}"
+    axes.annotate(text, (100, row), (10, 0), textcoords="offset points", va="center", fontsize=10, color=STRONG)
+
+
+def _broken(name: str) -> str:
+    """A model's name in short lines: broken after `:` and `_`, and before `@`."""
+    return re.sub(r"(?<=[:_])|(?=@)", "\n", name)

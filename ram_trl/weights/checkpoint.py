@@ -1,0 +1,387 @@
+"""
+`save_pretrained` folders: read as a store, and written while they are merged.
+
+Reading maps the files into memory and touches only what is asked for. Writing lays out the safetensors files first and
+then fills in flat ranges in any order, so that no tensor is ever held whole.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import split_torch_state_dict_into_shards
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from ram_trl.preflight import same_entries
+from ram_trl.problems import Problem
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx")
+
+INPUT_EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
+OUTPUT_EMBEDDINGS = ("lm_head.weight", "embed_out.weight")
+
+DTYPES = {
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F64": torch.float64,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "BOOL": torch.bool,
+}
+"""Dtypes of weights and buffers, as safetensors names them. Others (int8, float8, …) hold quantized weights."""
+SAFETENSORS_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass
+class Opened:
+    """
+    What came of opening a folder.
+
+    Args:
+        store (`Checkpoint`):
+            The tensors that could be read.
+        problems (`list[Problem]`):
+            Everything that keeps it from being merged.
+        warnings (`list[str]`):
+            What was passed over.
+    """
+
+    store: Checkpoint
+    problems: list[Problem] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+
+class Checkpoint:
+    """
+    The tensors of a `save_pretrained` folder, as a store. Made by `open_checkpoint`.
+
+    Args:
+        folder (`Path`):
+            The folder.
+        config (`dict[str, Any]`):
+            Its `config.json`.
+        tensors (`Mapping[str, Tensor]`):
+            Memory-mapped tensors by name, flat.
+        shapes (`Mapping[str, tuple[int, ...]]`):
+            Their shapes.
+        aliases (`Mapping[str, str]`):
+            Names of tied tensors and what they are tied to, whether the files hold them or not.
+        stored_aliases (`frozenset[str]`):
+            Those that the files hold.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        config: dict[str, Any],
+        tensors: Mapping[str, Tensor],
+        shapes: Mapping[str, tuple[int, ...]],
+        aliases: Mapping[str, str],
+        stored_aliases: frozenset[str],
+    ) -> None:
+        self.folder = folder
+        self.config = config
+        self.aliases = aliases
+        self.stored_aliases = stored_aliases
+        self._tensors = tensors
+        self._shapes = shapes
+
+    def names(self) -> list[str]:
+        return sorted(self._tensors.keys() - self.stored_aliases)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._shapes[name]
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._tensors[name].dtype
+
+    def read(self, name: str, start: int, stop: int) -> Tensor:
+        return self._tensors[name][start:stop]
+
+
+def open_checkpoint(folder: Path, where: str) -> Opened:
+    """
+    Opens a `save_pretrained` folder from its headers; no weight is read, except to tell whether tied tensors agree.
+
+    Args:
+        folder (`Path`):
+            The folder: one safetensors file, or several and their index; links are followed.
+        where (`str`):
+            How problems name it, such as `agent 'tool'`.
+
+    Returns:
+        `Opened`: never raises for what is wrong with the folder; that is in `problems`.
+    """
+    opened = Opened(Checkpoint(folder, {}, {}, {}, {}, frozenset()))
+    if not folder.is_dir():
+        opened.problems.append(Problem(where, f"{folder} is not a folder; give a folder made by save_pretrained"))
+        return opened
+    config = _read_json(folder / "config.json", where, opened.problems)
+    if config.get("quantization_config"):
+        kind = config["quantization_config"].get("quant_method", "unknown method")
+        what = f"{folder / 'config.json'} has a quantization_config ({kind}); save the model dequantized, then merge"
+        opened.problems.append(Problem(where, what))
+    tensors: dict[str, Tensor] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file, wanted in _weight_files(folder, where, opened).items():
+        _read_file(file, wanted, where, opened, tensors, shapes)
+
+    store = Checkpoint(folder, config, tensors, shapes, {}, frozenset())
+    tied = _tied(store, where, opened.problems)
+    present = frozenset(alias for alias in tied if alias in tensors)
+    opened.store = Checkpoint(folder, config, tensors, shapes, tied, present)
+    return opened
+
+
+def _read_json(path: Path, where: str, problems: list[Problem]) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        problems.append(Problem(where, f"{path} is missing; give a folder made by save_pretrained"))
+        return {}
+    except (OSError, ValueError) as error:
+        problems.append(Problem(where, f"{path} cannot be read as JSON: {error}"))
+        return {}
+    if not isinstance(values, dict):
+        problems.append(Problem(where, f"{path} holds {type(values).__name__}, expected a JSON object"))
+        return {}
+    return values
+
+
+def _weight_files(folder: Path, where: str, opened: Opened) -> dict[Path, frozenset[str] | None]:
+    """The files to read, with the tensors wanted from each (`None`: all)."""
+    found = sorted(path for path in folder.iterdir() if path.suffix in WEIGHT_SUFFIXES)
+    files: dict[Path, frozenset[str] | None] = {}
+    if (folder / INDEX_FILE).exists():
+        index = _read_json(folder / INDEX_FILE, where, opened.problems)
+        weight_map = index.get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+            what = f"{folder / INDEX_FILE} has no usable weight_map; save the model again"
+            opened.problems.append(Problem(where, what))
+            return {}
+        for file in sorted(set(weight_map.values())):
+            files[folder / file] = frozenset(name for name, holder in weight_map.items() if holder == file)
+    elif (folder / SINGLE_FILE).exists():
+        files[folder / SINGLE_FILE] = None
+    elif (folder / "adapter_config.json").exists():
+        what = f"{folder} holds a LoRA adapter, not a model; merge it into its base first (peft merge_and_unload)"
+        opened.problems.append(Problem(where, what))
+        return {}
+    else:
+        what = f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}"
+        if found:
+            what += (
+                f", only {', '.join(path.name for path in found[:3])}; convert it: load with from_pretrained, then "
+                "save_pretrained, which writes safetensors (pickled weights are never read here)"
+            )
+        opened.problems.append(Problem(where, what))
+        return {}
+    stray = [path.name for path in found if path not in files and path.name != "training_args.bin"]
+    if stray:
+        opened.warnings.append(f"{where}: {', '.join(stray)} in {folder} is not part of the model and was not read")
+    return files
+
+
+def _read_file(
+    file: Path,
+    wanted: frozenset[str] | None,
+    where: str,
+    opened: Opened,
+    tensors: dict[str, Tensor],
+    shapes: dict[str, tuple[int, ...]],
+) -> None:
+    try:
+        # Not closed: the mapping lives as long as its tensors do.
+        handle = safe_open(file, framework="pt")
+    except FileNotFoundError:
+        what = f"{file.name} is named in {INDEX_FILE} but is not there; copy the whole folder again"
+        opened.problems.append(Problem(where, what))
+        return
+    except (SafetensorError, OSError) as error:
+        what = f"{file} is damaged or truncated ({error}); copy or save it again"
+        opened.problems.append(Problem(where, what))
+        return
+    held = frozenset(handle.keys())
+    for name in sorted((wanted or held) - held):
+        what = f"'{name}' is in {file.name} according to {INDEX_FILE}, but is not there; save the model again"
+        opened.problems.append(Problem(where, what, name, "phantom tensor"))
+    unlisted = sorted(held - (wanted or held))
+    if unlisted:
+        told = ", ".join(unlisted[:5]) + (", …" if len(unlisted) > 5 else "")
+        opened.warnings.append(f"{where}: {file.name} holds tensors that {INDEX_FILE} does not name: {told}")
+    for name in sorted((wanted or held) & held):
+        described = handle.get_slice(name)
+        if described.get_dtype() not in DTYPES:
+            what = (
+                f"'{name}' is stored as {described.get_dtype()}, which is for quantized weights; save the model "
+                "dequantized, then merge"
+            )
+            opened.problems.append(Problem(where, what, name, "quantized"))
+            continue
+        tensors[name] = handle.get_tensor(name).reshape(-1)
+        shapes[name] = tuple(described.get_shape())
+
+
+def _tied(store: Checkpoint, where: str, problems: list[Problem]) -> dict[str, str]:
+    """Output embeddings tied to the input embeddings: `{alias: name}`."""
+    inputs = [name for name in store.names() if name.endswith(INPUT_EMBEDDINGS)]
+    outputs = [name for name in store.names() if name.endswith(OUTPUT_EMBEDDINGS)]
+    if len(inputs) != 1 or not _says_tied(store.config):
+        return {}
+    aliases = {}
+    for output in outputs or ["lm_head.weight"]:
+        if output in outputs and not same_entries(store, output, inputs[0]):
+            what = (
+                f"config.json ties '{output}' to '{inputs[0]}', but their values differ, so from_pretrained would "
+                "drop one; set tie_word_embeddings to false in config.json (in base and agents), or save the model "
+                "again"
+            )
+            problems.append(Problem(where, what, output, "tied"))
+            continue
+        aliases[output] = inputs[0]
+    return aliases
+
+
+def _says_tied(config: Mapping[str, Any]) -> bool:
+    for part in (config, config.get("text_config") or {}):
+        if "tie_word_embeddings" in part:
+            return bool(part["tie_word_embeddings"])
+    # save_pretrained leaves out what is the default of the model type.
+    from transformers import AutoConfig
+
+    try:
+        known = AutoConfig.for_model(config.get("model_type", ""))
+    except ValueError:
+        return False  # the model type is not transformers' own
+    return bool(getattr(known, "tie_word_embeddings", False))
+
+
+class CheckpointWriter:
+    """
+    Writes safetensors files range by range.
+
+    The files are laid out in full when the writer is made. `write` may be called from several threads for disjoint
+    ranges. `close` flushes everything to disk and writes the index.
+
+    Args:
+        folder (`Path`):
+            An existing folder.
+        shapes (`Mapping[str, tuple[int, ...]]`):
+            Shapes of the tensors to be written, by name.
+        dtypes (`Mapping[str, torch.dtype]`):
+            Their dtypes.
+        max_shard_size (`int` or `str`):
+            Largest size of one file, in bytes or as in `"5GB"`; a larger tensor has a file of its own.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        shapes: Mapping[str, tuple[int, ...]],
+        dtypes: Mapping[str, torch.dtype],
+        max_shard_size: int | str,
+    ) -> None:
+        self._folder = folder
+        self._dtypes = dict(dtypes)
+        empty = {name: torch.empty(shape, dtype=dtypes[name], device="meta") for name, shape in shapes.items()}
+        split = split_torch_state_dict_into_shards(empty, max_shard_size=max_shard_size)
+        self._index = (
+            {"metadata": {"total_size": sum(t.nbytes for t in empty.values())}, "weight_map": split.tensor_to_filename}
+            if split.is_sharded
+            else None
+        )
+        self._place: dict[str, tuple[int, int]] = {}
+        self._descriptors: list[int] = []
+        for file, names in split.filename_to_tensors.items():
+            self._lay_out(folder / file, {name: empty[name] for name in names})
+
+    def _lay_out(self, path: Path, tensors: Mapping[str, Tensor]) -> None:
+        # Larger items first keeps every tensor aligned to its item size.
+        names = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        offset = 0
+        for name in names:
+            tensor = tensors[name]
+            header[name] = {
+                "dtype": SAFETENSORS_NAMES[tensor.dtype],
+                "shape": list(tensor.shape),
+                "data_offsets": [offset, offset + tensor.nbytes],
+            }
+            offset += tensor.nbytes
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)  # the umask applies
+        self._descriptors.append(descriptor)
+        os.ftruncate(descriptor, 8 + len(text) + offset)
+        _write_at(descriptor, len(text).to_bytes(8, "little") + text, 0)
+        for name in names:
+            self._place[name] = (descriptor, 8 + len(text) + header[name]["data_offsets"][0])
+
+    def write(self, name: str, start: int, values: Tensor) -> None:
+        """Writes `values` (1-D, of the tensor's dtype) from flat index `start` on."""
+        assert values.dtype == self._dtypes[name], f"{name}: {values.dtype}"
+        descriptor, offset = self._place[name]
+        _write_at(descriptor, _bytes(values), offset + start * values.itemsize)
+
+    def close(self) -> None:
+        """
+        Makes everything durable.
+
+        Raises:
+            `OSError`: if the disk is full or fails.
+        """
+        for descriptor in self._descriptors:
+            os.fsync(descriptor)
+        self.abandon()
+        if self._index:
+            path = self._folder / INDEX_FILE
+            path.write_text(json.dumps(self._index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+    def abandon(self) -> None:
+        """Closes the files as they are."""
+        while self._descriptors:
+            os.close(self._descriptors.pop())
+
+
+def _bytes(values: Tensor) -> memoryview:
+    return values.contiguous().cpu().view(torch.uint8).numpy().data
+
+
+def _write_at(descriptor: int, content: bytes | memoryview, offset: int) -> None:
+    view = memoryview(content)
+    while view:
+        written = os.pwrite(descriptor, view, offset)
+        view, offset = view[written:], offset + written
+
+
+def side_files(folder: Path) -> list[Path]:
+    """
+    What belongs to a model besides its weights: config, tokenizer, chat template, generation config, custom code, …
+
+    Folders are left out, except for the one transformers writes (`additional_chat_templates`).
+    """
+    ours = {"README.md", "merge_report.json", INDEX_FILE, ".gitattributes"}
+    files = [path for path in folder.iterdir() if path.is_file()]
+    files += list((folder / "additional_chat_templates").glob("*"))
+    return sorted(
+        path
+        for path in files
+        if path.name not in ours and not path.name.endswith(".index.json") and path.suffix not in WEIGHT_SUFFIXES
+    )
+
+
+def total_bytes(shapes: Iterable[tuple[int, ...]], dtypes: Iterable[torch.dtype]) -> int:
+    """Bytes that tensors of these shapes and dtypes take."""
+    return sum(prod(shape) * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True))
