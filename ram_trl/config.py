@@ -160,16 +160,15 @@ class MergeConfig(BaseModel):
         """
         values: dict[str, Any] = {}
         for layer in layers:
-            knobs = dict(layer)
-            name = knobs.pop("preset", None)
-            if name is not None:
-                if name not in PRESETS:
-                    raise ValueError(f"unknown preset '{name}'; known: {', '.join(PRESETS)}")
-                knobs = PRESETS[name] | knobs
-            if CRITERION_KNOBS & knobs.keys():
-                values = {key: value for key, value in values.items() if key not in CRITERION_KNOBS}
-            weights = values.get("weights", {}) | (knobs.get("weights") or {})
-            values |= knobs | ({"weights": weights} if weights else {})
+            name = layer.get("preset")
+            if name is not None and name not in PRESETS:
+                raise ValueError(f"unknown preset '{name}'; known: {', '.join(PRESETS)}")
+            own = {knob: value for knob, value in layer.items() if knob != "preset"}
+            for knobs in (PRESETS[name] if name else {}, own):
+                if CRITERION_KNOBS & knobs.keys():
+                    values = {knob: value for knob, value in values.items() if knob not in CRITERION_KNOBS}
+                weights = {**values.get("weights", {}), **(knobs.get("weights") or {})}
+                values |= {**knobs, "weights": weights}
         return cls(**values)
 
 

@@ -131,7 +131,46 @@ def probe(
         return _report(inputs, _counted(inputs, config, workers, chunk))
 
 
+def find_problems(
+    base: Path | str,
+    agents: Mapping[str, Path | str],
+    out: Path | str | None = None,
+    config: MergeConfig | None = None,
+    *,
+    thorough: bool = False,
+) -> list[Problem]:
+    """
+    Everything that keeps the folders from being merged.
+
+    Args:
+        base (`Path` or `str`), agents (`Mapping[str, Path | str]`), config (`MergeConfig`, *optional*):
+            As for `merge`.
+        out (`Path` or `str`, *optional*):
+            Folder to make, if one is to be made.
+        thorough (`bool`, *optional*, defaults to `False`):
+            Look for NaN and Inf too, which reads all weights; otherwise headers only.
+
+    Returns:
+        `list[Problem]`: empty if all is well.
+    """
+    return _inspect(base, agents, out, config or MergeConfig(), thorough)[1]
+
+
 def _open(base: Path | str, agents: Mapping[str, Path | str], config: MergeConfig, out: Path | None) -> Inputs:
+    inputs, problems = _inspect(base, agents, out, config, False)
+    if problems:
+        # It fails anyway: read the weights too, so that the user hears of everything at once.
+        raise MergeInputError(_inspect(base, agents, out, config, True)[1])
+    return inputs
+
+
+def _inspect(
+    base: Path | str,
+    agents: Mapping[str, Path | str],
+    out: Path | str | None,
+    config: MergeConfig,
+    thorough: bool,
+) -> tuple[Inputs, list[Problem]]:
     problems = check_names(agents, config)
     opened_base = open_checkpoint(Path(base), "base")
     opened = {name: open_checkpoint(Path(agents[name]), agent_place(name)) for name in sorted(agents)}
@@ -143,18 +182,21 @@ def _open(base: Path | str, agents: Mapping[str, Path | str], config: MergeConfi
         warnings += agent.warnings
         if not agent.store.names() or not opened_base.store.names():
             continue  # already reported as unreadable
-        architecture = _check_architecture(opened_base.store.config, agent.store.config, where)
-        problems += architecture or check_layout(opened_base.store, agent.store, where)
+        problems += _check_architecture(opened_base.store.config, agent.store.config, where)
+        problems += check_layout(opened_base.store, agent.store, where)
         warnings += _config_warnings(opened_base.store.config, agent.store.config, where)
     stores = {name: agent.store for name, agent in opened.items()}
     if out is not None:
-        problems += _check_output(out, Path(base), {n: Path(a) for n, a in agents.items()}, opened_base.store)
-    if problems:
+        folders = {name: Path(folder) for name, folder in agents.items()}
+        problems += _check_output(Path(out), Path(base), folders, opened_base.store)
+    if thorough:
         places = {"base": opened_base.store} | {agent_place(name): store for name, store in stores.items()}
-        for place, store in places.items():
-            problems += [p for p in find_non_finite(place, store, whole(store)) if p not in problems]
-        raise MergeInputError(problems)
-    return Inputs(opened_base.store, stores, warnings)
+        spans = {place: whole(store) for place, store in places.items()}
+        with bar("looking for NaN", sum(len(span) for held in spans.values() for span in held)) as advance:
+            for place, store in places.items():
+                problems += find_non_finite(place, store, spans[place])
+                advance(sum(map(len, spans[place])))
+    return Inputs(opened_base.store, stores, warnings), problems
 
 
 def _check_architecture(base: Mapping[str, Any], agent: Mapping[str, Any], where: str) -> list[Problem]:
