@@ -20,6 +20,7 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from ram_trl.files import new_file, write_all
 from ram_trl.preflight import same_entries
 from ram_trl.problems import Problem
 
@@ -322,10 +323,10 @@ class CheckpointWriter:
             offset += tensor.nbytes
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)  # the umask applies
+        descriptor = new_file(path)
         self._descriptors.append(descriptor)
         os.ftruncate(descriptor, 8 + len(text) + offset)
-        _write_at(descriptor, len(text).to_bytes(8, "little") + text, 0)
+        write_all(descriptor, len(text).to_bytes(8, "little") + text, 0)
         for name in names:
             self._place[name] = (descriptor, 8 + len(text) + header[name]["data_offsets"][0])
 
@@ -333,7 +334,7 @@ class CheckpointWriter:
         """Writes `values` (1-D, of the tensor's dtype) from flat index `start` on."""
         assert values.dtype == self._dtypes[name], f"{name}: {values.dtype}"
         descriptor, offset = self._place[name]
-        _write_at(descriptor, _bytes(values), offset + start * values.itemsize)
+        write_all(descriptor, _bytes(values), offset + start * values.itemsize)
 
     def close(self) -> None:
         """
@@ -357,13 +358,6 @@ class CheckpointWriter:
 
 def _bytes(values: Tensor) -> memoryview:
     return values.contiguous().cpu().view(torch.uint8).numpy().data
-
-
-def _write_at(descriptor: int, content: bytes | memoryview, offset: int) -> None:
-    view = memoryview(content)
-    while view:
-        written = os.pwrite(descriptor, view, offset)
-        view, offset = view[written:], offset + written
 
 
 def side_files(folder: Path) -> list[Path]:
