@@ -137,6 +137,11 @@ class MergeConfig(BaseModel):
         """Factor on the task vector of `agent`."""
         return self.weights.get(agent, 1.0)
 
+    def as_published(self) -> MergeConfig:
+        """These knobs for updates that hold active entries only: everything that differs is active."""
+        knobs = {knob: getattr(self, knob) for knob in self.model_fields_set - CRITERION_KNOBS}
+        return MergeConfig(**knobs, epsilon=0)
+
     @classmethod
     def preset(cls, name: PresetName) -> MergeConfig:
         """

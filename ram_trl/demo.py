@@ -31,6 +31,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bars
 from rich.table import Table
+from rich.text import Text
 from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -186,7 +187,7 @@ def run_demo(recipe: Path, out: Path, seeds: int, fast: bool, console: Console) 
     if seeds < 1:
         raise ValueError(f"seeds is {seeds}; at least one is needed")
     watch = _Stopwatch()
-    with watch("total"), _quiet_libraries(), _own_random_state():
+    with watch("total"), _quiet_libraries(), _own_random_state(), _one_thread():
         with watch("prepare"):
             lab = _open_lab(recipe, fast)
             _claim(out)
@@ -231,11 +232,11 @@ def _run_seed(lab: _Lab, seed: int, bars: Bars, prefix: str, watch: _Stopwatch) 
     agents = {agent.name: agent for agent in lab.recipe.agents}
     phases = ["base", *(f"agent {name}" for name in agents), "merge and score"]
     advance = {phase: _bar(bars, prefix + phase) for phase in phases}
-    with watch("base"), _training():
+    with watch("base"), _flushed_denormals():
         base, tokenizer = lab.make_base(seed=seed, progress=advance["base"], **lab.recipe.base.args)
     run = _SeedRun(seed, base, tokenizer)
     for name, agent in agents.items():
-        with watch(f"agent {name}"), _training():
+        with watch(f"agent {name}"), _flushed_denormals():
             run.agents[name] = _train(agent, lab.tasks[name], run, advance[f"agent {name}"])
     with watch("merge and score"):
         _compare(lab, run, advance["merge and score"])
@@ -255,7 +256,7 @@ def _train(agent: AgentSection, task: Task, run: _SeedRun, progress: Progress) -
         )
         trainer.remove_callback(PrinterCallback)
         trainer.train()
-    return model.to("cpu")
+    return model
 
 
 class _StepProgress(TrainerCallback):
@@ -390,10 +391,10 @@ def _markdown(report: DemoReport) -> str:
     if report.fast:
         lines += ["**A quick test run (`--fast`): it passes through every part, and its numbers mean nothing.**", ""]
     lines += [f"| model | {' | '.join(columns)} | how |", f"|---|{'--:|' * len(columns)}---|"]
-    best = _best(report)
-    for name in report.models:
+    best = _best_average(report)
+    for name, scores in report.models.items():
         cells = [_cell(report, name, column) for column in columns]
-        if name == best:
+        if scores["average"] == best:
             cells[-1] = f"**{cells[-1]}**"
         how = _described(rows[name]) if name in rows else ""
         lines.append(f"| {name} | {' | '.join(cells)} | {how} |")
@@ -408,7 +409,7 @@ def _markdown(report: DemoReport) -> str:
     lines += ["", "![Overlap of the agents](overlap.png)", ""]
     if report.warnings:
         lines += ["Warnings of the merges:", ""]
-        lines += [f"- {name}: {sentence}" for name, told in report.warnings.items() for sentence in told] + [""]
+        lines += [f"- {sentence} ({', '.join(names)})" for sentence, names in _by_sentence(report).items()] + [""]
     times = ", ".join(f"{phase} {seconds:.0f} s" for phase, seconds in report.seconds.items())
     versions = ", ".join(f"{name} {number}" for name, number in report.versions.items())
     lines += ["## Run", "", f"- Time: {times}.", f"- Versions: {versions}.", "- Settings: see `report.json`.", ""]
@@ -417,26 +418,42 @@ def _markdown(report: DemoReport) -> str:
 
 def _findings(report: DemoReport) -> list[str]:
     """What stands out, told the same way whichever row is ahead."""
-    models, merge_name, best = report.models, report.settings.merge.name, _best(report)
+    models, generalist = report.models, report.settings.merge.name
     gains = ", ".join(f"{task} {models[f'agent:{task}'][task] - models['base'][task]:+.1f}" for task in report.overlap)
     sentences = [f"What each agent gains over the base on its own task: {gains}."]
-    if merge_name == best:
-        sentences.append(f"{merge_name} has the best average.")
+    mean, best = models[generalist]["average"], _best_average(report)
+    if mean == best:
+        sentences.append(f"No model has a better average than {generalist}.")
     else:
-        behind = models[best]["average"] - models[merge_name]["average"]
-        sentences.append(f"{best} has the best average; {merge_name} is {behind:.1f} points behind it.")
-    if "average" in models:
-        ahead = models[merge_name]["average"] - models["average"]["average"]
-        sentences.append(f"{merge_name} is {ahead:+.1f} points from plain averaging.")
-    untuned = f"{merge_name} is not tuned at all"
+        ahead = next(name for name, scores in models.items() if scores["average"] == best)
+        sentences.append(f"{ahead} has the best average; {generalist} is {best - mean:.1f} points behind it.")
+    if len(report.per_seed) > 1:
+        averages = [{name: scores["average"] for name, scores in run.models.items()} for run in report.per_seed]
+        wins = sum(seed[generalist] == max(seed.values()) for seed in averages)
+        sentences.append(f"Seed by seed, no model is better than {generalist} in {wins} of {len(averages)}.")
+    for row in report.settings.compare:
+        if row.config.method == "average":
+            lead = mean - models[row.name]["average"]
+            told = "above" if lead >= 0 else "below"
+            sentences.append(f"{generalist} is {abs(lead):.1f} points {told} plain averaging.")
     if report.tuned:
-        sentences.append(f"{untuned}; these rows have the benefit of tuning on dev prompts: {_tuning(report)}.")
+        told = f"{generalist} is not tuned at all; these have the benefit of tuning on dev prompts"
+        sentences.append(f"{told}: {_tuning(report)}.")
     error = 50 / report.settings.scoring.test**0.5
     sentences.append(
         f"The standard error of one score (one task, one seed) is at most {error:.1f} points; small differences "
         "are noise."
     )
     return sentences
+
+
+def _by_sentence(report: DemoReport) -> dict[str, list[str]]:
+    """The rows that gave each warning; rows often give the same."""
+    rows: dict[str, list[str]] = {}
+    for name, sentences in report.warnings.items():
+        for sentence in sentences:
+            rows.setdefault(sentence, []).append(name)
+    return rows
 
 
 def _tuning(report: DemoReport) -> str:
@@ -455,8 +472,8 @@ def _described(row: MergeRow) -> str:
     return ", ".join([config.method, config.criterion, *knobs, *(f"{knob} tuned on dev" for knob in row.tune)])
 
 
-def _best(report: DemoReport) -> str:
-    return max(report.models, key=lambda name: report.models[name]["average"])
+def _best_average(report: DemoReport) -> float:
+    return max(scores["average"] for scores in report.models.values())
 
 
 def _cell(report: DemoReport, name: str, column: str) -> str:
@@ -466,23 +483,26 @@ def _cell(report: DemoReport, name: str, column: str) -> str:
 
 def _show(report: DemoReport, out: Path, console: Console) -> None:
     columns = list(report.models["base"])
-    table = Table(title="Greedy accuracy (%) on held-out prompts", title_justify="left", box=box.SIMPLE_HEAD)
+    title = "Greedy accuracy (%) on held-out prompts"
+    if report.fast:
+        title += "; a quick test run, its numbers mean nothing"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
     table.add_column("model", no_wrap=True)
     for column in columns:
         table.add_column(column, justify="right", no_wrap=True)
-    best = _best(report)
+    best = _best_average(report)
     last_of_a_kind = {"base", f"agent:{list(report.overlap)[-1]}"}
-    for name in report.models:
-        cells = [_cell(report, name, column) for column in columns]
-        if name == best:
-            cells[-1] = f"[bold]{cells[-1]}[/bold]"
-        table.add_row(name, *cells, end_section=name in last_of_a_kind)
+    for name, scores in report.models.items():
+        cells = [Text(_cell(report, name, column)) for column in columns]
+        if scores["average"] == best:
+            cells[-1].stylize("bold")
+        table.add_row(Text(name), *cells, end_section=name in last_of_a_kind)
     console.print(table)
     for sentence in _findings(report):
-        console.print(sentence, highlight=False)
+        console.print(Text(sentence))
     console.print()
     for name in ("report.md", "report.json", "scores.png", "overlap.png", "generalist"):
-        console.print(str(out / name), highlight=False, soft_wrap=True)
+        console.print(Text(str(out / name)), soft_wrap=True)
 
 
 def _claim(out: Path) -> None:
@@ -518,22 +538,29 @@ def _bar(bars: Bars, description: str) -> Progress:
 
 
 @contextmanager
-def _training() -> Iterator[None]:
-    """
-    Settings for training models this small: one thread, and denormal numbers flushed to zero.
-
-    More threads gain nothing here, and Adam's moments decay into denormals, which are very slow. Merging must not
-    run in here, since it would flush small updates away too. Worker threads inherit the flushing from the thread
-    that starts them, and with one thread none are started.
-    """
+def _one_thread() -> Iterator[None]:
+    """Compute on one thread: more gain nothing for models this small, and the numbers then depend on no core count."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+@contextmanager
+def _flushed_denormals() -> Iterator[None]:
+    """
+    Flush denormal numbers to zero, for training only: Adam's moments decay into denormals, which are very slow.
+
+    Merging must not run in here, it would lose small updates. Threads inherit the setting from the one that starts
+    them, so none may be started in here that lives on; with [`_one_thread`] none are.
+    """
     torch.set_flush_denormal(True)
     try:
         yield
     finally:
         torch.set_flush_denormal(False)
-        torch.set_num_threads(threads)
 
 
 @contextmanager

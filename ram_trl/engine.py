@@ -8,9 +8,10 @@ so every chunk size, thread count and shard layout gives the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Literal, TypeVar
 
 import numpy as np
 import torch
@@ -34,6 +35,8 @@ CHUNK = 1 << 17
 Reduce = Callable[[Tensor, Literal["sum", "max"]], Tensor]
 """Combines a tensor elementwise over the ranks of a job; every rank gets the result."""
 
+Result = TypeVar("Result")
+
 Advance = Callable[[int], None]
 """Told how many entries have just been read, for progress bars."""
 
@@ -49,6 +52,7 @@ def make_plan(
     config: MergeConfig,
     workers: Workers,
     *,
+    references: Mapping[str, Store] | None = None,
     spans: Sequence[Span] | None = None,
     reduce: Reduce = alone,
     chunk: int = CHUNK,
@@ -68,6 +72,8 @@ def make_plan(
             The knobs.
         workers (`Workers`):
             An entered pool.
+        references (`Mapping[str, Store]`, *optional*):
+            By agent name, what its task vector is measured against, where that is not the base.
         spans (`Sequence[Span]`, *optional*):
             What this rank counts; by default the whole model.
         reduce (`Reduce`, *optional*):
@@ -85,16 +91,17 @@ def make_plan(
     """
     spans = whole(base) if spans is None else spans
     names = sorted(agents)
+    compared = _compared(base, agents, references)
     thresholds = [config.fixed_epsilon] * len(names)
     if config.top_fraction is not None:
         k = criterion.wanted(config.top_fraction, sum(entries(base, name) for name in mergeable(base)))
-        thresholds = _top_thresholds(base, [agents[n] for n in names], k, workers, spans, reduce, chunk, advance)
+        thresholds = _top_thresholds(compared, k, workers, spans, reduce, chunk, advance)
     # ε is compared in fp32, so it is rounded to fp32 once, here.
     thresholds = [float(np.float32(threshold)) for threshold in thresholds]
 
     local = {name: Counts.zero(len(names)) for name in mergeable(base)}
     pieces = list(cut(spans, chunk))
-    count = partial(_count, base, [agents[n] for n in names], config, thresholds)
+    count = partial(_count, base, compared, config, thresholds)
     for piece, counts in zip(pieces, workers.map(count, pieces), strict=True):
         local[piece.name] += counts
         advance(len(piece))
@@ -107,41 +114,41 @@ def merge_spans(
     base: Store,
     agents: Mapping[str, Store],
     plan: Plan,
-    sink: Callable[[Span, Tensor], None],
+    finish: Callable[[Span, Tensor], Result],
     workers: Workers,
     *,
+    references: Mapping[str, Store] | None = None,
     spans: Iterable[Span] | None = None,
     chunk: int = CHUNK,
-    advance: Advance = lambda entries: None,
-) -> None:
+) -> Iterator[Result]:
     """
     Merges chunk by chunk.
 
     Args:
-        base (`Store`), agents (`Mapping[str, Store]`):
+        base (`Store`), agents (`Mapping[str, Store]`), references (`Mapping[str, Store]`, *optional*):
             As given to `make_plan`.
         plan (`Plan`):
             What `make_plan` decided.
-        sink (`Callable[[Span, Tensor], None]`):
-            Takes the merged entries of a span: flat, float32. Called from several threads, each span once.
+        finish (`Callable[[Span, Tensor], Result]`):
+            Takes the merged entries of a span: flat, float32. Called from several threads, once per chunk.
         workers (`Workers`):
             An entered pool.
         spans (`Iterable[Span]`, *optional*):
             What to merge; by default the whole model.
         chunk (`int`, *optional*):
             Entries per chunk.
-        advance (`Advance`, *optional*):
-            Called with the number of entries of each chunk merged.
+
+    Returns:
+        `Iterator[Result]`: what `finish` returned, in the order of the spans; nothing is merged unless it is
+        iterated over.
     """
-    stores = [agents[name] for name in plan.agents]
+    compared = _compared(base, agents, references)
     merge = rule(plan)
 
-    def work(span: Span) -> int:
-        sink(span, merge(_load(base, stores, plan, span)))
-        return len(span)
+    def work(span: Span) -> Result:
+        return finish(span, merge(_load(base, compared, plan, span)))
 
-    for done in workers.map(work, cut(whole(base) if spans is None else spans, chunk)):
-        advance(done)
+    return workers.map(work, cut(whole(base) if spans is None else spans, chunk))
 
 
 def reads(config: MergeConfig) -> int:
@@ -212,7 +219,8 @@ def merge_state_dicts(
 
     with Workers(threads) as workers:
         plan = make_plan(base_store, stores, config, workers, chunk=chunk)
-        merge_spans(base_store, stores, plan, keep, workers, chunk=chunk)
+        for _ in merge_spans(base_store, stores, plan, keep, workers, chunk=chunk):
+            pass
     tied = {alias: merged[name] for alias, name in base_store.aliases.items()}
     return {name: (merged | tied)[name] for name in base}, make_report(base_store, stores, plan)
 
@@ -235,31 +243,51 @@ def stored(values: Tensor, dtype: torch.dtype, span: Span) -> Tensor:
     return result
 
 
-def _load(base: Store, stores: Sequence[Store], plan: Plan, span: Span) -> Chunk:
+@dataclass(frozen=True)
+class Compared:
+    """An agent's weights and what its task vector is measured against."""
+
+    store: Store
+    reference: Store
+    is_base: bool
+
+    def read(self, span: Span, base: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """θ, the reference and τ on a span; `base` is the base's chunk, read already."""
+        theta = span.of(self.store)
+        reference = base if self.is_base else span.of(self.reference)
+        return theta, reference, theta - reference
+
+
+def _compared(base: Store, agents: Mapping[str, Store], references: Mapping[str, Store] | None) -> list[Compared]:
+    """By sorted name."""
+    reference = {name: (references or {}).get(name, base) for name in agents}
+    return [Compared(agents[name], reference[name], reference[name] is base) for name in sorted(agents)]
+
+
+def _load(base: Store, compared: Sequence[Compared], plan: Plan, span: Span) -> Chunk:
     before = span.of(base)
     updates = []
-    for agent, store, threshold in zip(plan.agents, stores, plan.thresholds, strict=True):
-        theta = span.of(store)
-        tau = theta - before
-        active = criterion.active_mask(theta, before, tau, plan.config, threshold, base.dtype(span.name))
+    for agent, against, threshold in zip(plan.agents, compared, plan.thresholds, strict=True):
+        theta, reference, tau = against.read(span, before)
+        active = criterion.active_mask(theta, reference, tau, plan.config, threshold, base.dtype(span.name))
         tau = torch.where(active, tau, 0.0)
         weight = plan.config.weight(agent)
         if weight != 1:
             tau = tau * weight
+        if weight != 1 or not against.is_base:
             theta = before + tau
         updates.append(Update(agent, tau, active, theta))
     return Chunk(span.name, span.start, before, updates)
 
 
 def _count(
-    base: Store, stores: Sequence[Store], config: MergeConfig, thresholds: Sequence[float], span: Span
+    base: Store, compared: Sequence[Compared], config: MergeConfig, thresholds: Sequence[float], span: Span
 ) -> Counts:
     before = span.of(base)
     masks, positive, negative, largest, square, square_active = [], [], [], [], [], []
-    for store, threshold in zip(stores, thresholds, strict=True):
-        theta = span.of(store)
-        tau = theta - before
-        active = criterion.active_mask(theta, before, tau, config, threshold, base.dtype(span.name))
+    for against, threshold in zip(compared, thresholds, strict=True):
+        theta, reference, tau = against.read(span, before)
+        active = criterion.active_mask(theta, reference, tau, config, threshold, base.dtype(span.name))
         masks.append(active)
         positive.append(active & (tau > 0))
         negative.append(active & (tau < 0))
@@ -268,7 +296,7 @@ def _count(
         tau = torch.where(active, tau, 0.0)
         square_active.append(float(tau.dot(tau)))
 
-    agents = len(stores)
+    agents = len(compared)
     both, agree = np.zeros((agents, agents), np.int64), np.zeros((agents, agents), np.int64)
     for i in range(agents):
         for j in range(i, agents):
@@ -300,8 +328,7 @@ def _how_many(mask: Tensor) -> int:
 
 
 def _top_thresholds(
-    base: Store,
-    stores: Sequence[Store],
+    compared: Sequence[Compared],
     k: int,
     workers: Workers,
     spans: Sequence[Span],
@@ -311,10 +338,10 @@ def _top_thresholds(
 ) -> list[float]:
     def histograms(bins: int, of: Callable[[Tensor, int], Tensor]) -> Tensor:
         def work(span: Span) -> tuple[int, Tensor]:
-            before = span.of(base)
-            return len(span), torch.stack([of(span.of(store) - before, i).cpu() for i, store in enumerate(stores)])
+            taus = (span.of(against.store) - span.of(against.reference) for against in compared)
+            return len(span), torch.stack([of(tau, i).cpu() for i, tau in enumerate(taus)])
 
-        totals = torch.zeros(len(stores), bins, dtype=torch.int64)
+        totals = torch.zeros(len(compared), bins, dtype=torch.int64)
         for done, counted in workers.map(work, cut(spans, chunk)):
             totals += counted
             advance(done)

@@ -269,16 +269,18 @@ def _write_weights(
         also[base.aliases[alias]].append(alias)
     writer = CheckpointWriter(folder, shapes, dtypes, max_shard_size)
 
-    def write(span: Span, values: Tensor) -> None:
+    def write(span: Span, values: Tensor) -> int:
         result = stored(values, base.dtype(span.name), span)
         for name in also[span.name]:
             writer.write(name, span.start, result)
+        return len(span)
 
     merged = whole(base)
     taken_over = set(base.names()) - {span.name for span in merged}
     try:
         with bar("merging", sum(map(len, merged))) as advance:
-            merge_spans(base, inputs.agents, plan, write, workers, chunk=chunk, advance=advance)
+            for done in merge_spans(base, inputs.agents, plan, write, workers, chunk=chunk):
+                advance(done)
         for name in sorted(taken_over):
             writer.write(name, 0, base.read(name, 0, entries(base, name)))
         writer.close()

@@ -22,6 +22,7 @@ STRONG = "#333333"
 UNIQUE, SHARED, INACTIVE = "#0072B2", "#E69F00", "#E3E3E3"
 
 DPI = 120
+LABEL_POINTS = 27
 
 
 def plot_scores(
@@ -45,8 +46,11 @@ def plot_scores(
     """
     columns = list(next(iter(models.values())))
     colours = [*islice(cycle(TASK_COLOURS), len(columns) - 1), STRONG]
-    figure, axes = _canvas(width=max(6.4, 1.0 + 0.22 * len(models) * (len(columns) + 0.6)), height=4.6)
+    inches = max(6.4, 1.0 + 0.22 * len(models) * (len(columns) + 0.6))
+    figure, axes = _canvas(inches, height=4.6)
     width = 0.82 / len(columns)
+    # A label wider than its bar starts at the bar's left edge and ends in the gap, where no taller bar is met.
+    shift = max(0.0, LABEL_POINTS - width * 72 * (inches - 1.0) / len(models)) / 2
     for place, (column, colour) in enumerate(zip(columns, colours, strict=True)):
         at = [model + (place - (len(columns) - 1) / 2) * width for model in range(len(models))]
         heights = [scores[column] for scores in models.values()]
@@ -54,7 +58,7 @@ def plot_scores(
         style = {"ecolor": "#777777", "elinewidth": 1.0, "capsize": 2.0}
         axes.bar(at, heights, width * 0.94, yerr=errors, color=colour, label=column, error_kw=style, zorder=2)
         if column == columns[-1]:
-            _label_bars(axes, [x - width / 2 for x in at], heights, errors or [0.0] * len(heights))
+            _label_bars(axes, at, heights, errors or [0.0] * len(heights), shift)
     axes.set_ylim(0, 112)
     axes.set_yticks(range(0, 101, 20))
     axes.set_xlim(-0.6, len(models) - 0.4)
@@ -111,11 +115,11 @@ def _canvas(width: float, height: float) -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def _label_bars(axes: Axes, left: list[float], heights: list[float], errors: list[float]) -> None:
-    """Values over the last bars of the groups, from their left edge into the gap, where no taller bar is met."""
-    for x, height, error in zip(left, heights, errors, strict=True):
+def _label_bars(axes: Axes, at: list[float], heights: list[float], errors: list[float], shift: float) -> None:
+    """Values over bars and error bars, `shift` points to the right of the middle."""
+    for x, height, error in zip(at, heights, errors, strict=True):
         axes.annotate(
-            f"{height:.1f}", (x, height + error), (0, 3), textcoords="offset points", ha="left",
+            f"{height:.1f}", (x, height + error), (shift, 3), textcoords="offset points", ha="center",
             fontsize=9, fontweight="bold", color=STRONG,
         )  # fmt: skip
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_serializer, model_validator
 
 from ram_trl.config import AGENT_NAME, MergeConfig, read_yaml
 
@@ -151,6 +151,11 @@ class MergeRow(_Section):
                 raise ValueError(f"tune.{knob} has no values to try")
         self.candidates()
         return self
+
+    @model_serializer
+    def _as_written(self) -> dict[str, Any]:
+        row = {"name": self.name, **self.config.model_dump(exclude_unset=True), "tune": self.tune}
+        return {key: value for key, value in row.items() if value != {}}
 
     def candidates(self) -> list[tuple[dict[str, float], MergeConfig]]:
         """Every combination of the tuned knobs, in the order written, with its config; one without any if untuned."""

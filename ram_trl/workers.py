@@ -9,6 +9,7 @@ from itertools import islice
 from types import TracebackType
 from typing import TypeVar
 
+import numpy as np
 import torch
 
 Item = TypeVar("Item")
@@ -21,9 +22,9 @@ class Workers:
     """
     A pool to map a function over chunks; use it as a context manager.
 
-    Torch runs single-threaded inside it: chunks are small, and the parallelism is over chunks. Work always runs in
-    the pool, never in the caller's thread, with denormals kept: `torch.set_flush_denormal(True)`, which RL scripts
-    set for speed, would otherwise turn small task vectors into zeros on some threads only.
+    Torch runs single-threaded inside it: chunks are small, and the parallelism is over chunks. Denormals are kept, in
+    the pool and in the thread that enters it: `torch.set_flush_denormal(True)`, which RL scripts set for speed, would
+    turn small task vectors into zeros. Both settings are put back on leaving.
 
     Args:
         threads (`int`, *optional*):
@@ -38,6 +39,8 @@ class Workers:
     def __enter__(self) -> Workers:
         self._outer_threads = torch.get_num_threads()
         torch.set_num_threads(1)
+        self._outer_flush = float(np.float32(1e-40)) == 0
+        torch.set_flush_denormal(False)
         self._pool = ThreadPoolExecutor(self.threads, initializer=torch.set_flush_denormal, initargs=(False,))
         return self
 
@@ -46,6 +49,7 @@ class Workers:
     ) -> None:
         self._pool.shutdown(cancel_futures=True)
         torch.set_num_threads(self._outer_threads)
+        torch.set_flush_denormal(self._outer_flush)
 
     def map(self, work: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
         """

@@ -31,7 +31,7 @@ def ties(chunk: Chunk, scale: float) -> Tensor:
     elected = total.sign()
     agreeing = []
     for update in chunk.updates:
-        agrees = update.active & (update.tau.sign() == elected) & (elected != 0)
+        agrees = update.active & (update.tau.sign() == elected)
         agreeing.append(dataclasses.replace(update, active=agrees, tau=update.tau * agrees))
     total, count, single = combine(chunk.base, agreeing, [scale] * len(agreeing))
     mean = total / count.clamp(min=1)

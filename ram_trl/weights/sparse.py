@@ -195,6 +195,10 @@ class BlockFile:
         """The range of every block, by tensor and start."""
         return [Span(name, int(r[START]), int(r[START] + r[LENGTH])) for name in self._names for r in self._rows[name]]
 
+    def checksum(self) -> int:
+        """Of the table and of the names and dtypes: with the blocks' own checksums it covers the whole file."""
+        return zlib.crc32(self.table.tobytes(), zlib.crc32(repr(sorted(self.dtypes.items())).encode()))
+
     def active(self) -> int:
         """Number of entries stored."""
         return int(self.table[:, ACTIVE].sum())
