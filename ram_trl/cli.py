@@ -102,6 +102,26 @@ def probe_command(
         show_report(report, Console())
 
 
+@app.command("demo")
+def demo_command(
+    out: Annotated[Path, typer.Option(help="Folder to write; an earlier demo there is replaced.")] = Path("runs/demo"),
+    recipe: Annotated[Path | None, typer.Option(help="A recipe like the shipped demo.yaml.")] = None,
+    seeds: Annotated[int, typer.Option(help="Run seeds 0, 1, …; more than one gives mean ± std.")] = 1,
+    fast: Annotated[
+        bool, typer.Option("--fast", help="A quick run through every part; its scores mean nothing.")
+    ] = False,
+) -> None:
+    """Train three agents by GRPO on this machine, merge them by every rule, and compare."""
+    # trl takes seconds to import, and only the demo needs it.
+    from ram_trl.demo import run_demo
+    from ram_trl.recipe import RECIPES
+
+    try:
+        run_demo(recipe or RECIPES / "demo.yaml", out, seeds, fast, Console())
+    except (ValueError, OSError) as error:
+        _stop(error)
+
+
 def _settled(
     file: Path | None,
     given: Mapping[str, Any],

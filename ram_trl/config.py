@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -175,6 +175,55 @@ class MergeConfig(BaseModel):
                 weights = {**values.get("weights", {}), **(knobs.get("weights") or {})}
                 values |= {**knobs, "weights": weights}
         return cls(**values)
+
+
+class ContinualConfig(BaseModel):
+    """
+    How an agent merges while it trains.
+
+    Args:
+        merge_every (`int`):
+            Optimizer steps between merges.
+        merge (`MergeConfig`, *optional*):
+            The merge rule and its knobs; the same in all jobs of a run.
+        resync (`str`, *optional*, defaults to `"generalist"`):
+            `"generalist"`: agents load every round. `"none"`: they only publish (observe mode). The same in all jobs.
+        carry (`bool`, *optional*, defaults to `True`):
+            Keep what a round did not consume of the agent's update, to be merged in a later round.
+        wait (`str` or `int`, *optional*, defaults to `"all"`):
+            A round closes when all agents that are alive and not done have published (`"all"`), at once
+            (`"available"`), or with that many publications (a number).
+        timeout (`float`, *optional*, defaults to `1800`):
+            Seconds to wait for a round; then it closes with what is there.
+        agents (`tuple[str, ...]`, *optional*):
+            Agents that the first round waits for even before they have joined.
+        moments (`str`, *optional*, defaults to `"keep"`):
+            Optimizer moments after loading: `"keep"` or `"reset"` (moments and their step count).
+        on_hub_error (`str`, *optional*, defaults to `"skip"`):
+            A hub that cannot be read or written (full disk, lost mount): `"skip"` trains on and publishes at the next
+            merge; `"raise"` stops. Wrong numbers always raise.
+        keep_rounds (`int`, *optional*, defaults to `3`):
+            Generalists and states to keep in the hub.
+        heartbeat (`float`, *optional*, defaults to `10`):
+            Seconds between signs of life.
+        patience (`float`, *optional*, defaults to `120`):
+            Seconds without a sign of life after which other agents go on without this one.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    merge_every: int = Field(ge=1)
+    merge: MergeConfig = MergeConfig()
+    resync: Literal["generalist", "none"] = "generalist"
+    carry: bool = True
+    wait: Literal["all", "available"] | Annotated[int, Field(ge=1)] = "all"
+    timeout: float = Field(default=1800, gt=0)
+    agents: tuple[str, ...] = ()
+    moments: Literal["keep", "reset"] = "keep"
+    on_hub_error: Literal["skip", "raise"] = "skip"
+    keep_rounds: int = Field(default=3, ge=1)
+    heartbeat: float = Field(default=10, gt=0)
+    patience: float = Field(default=120, gt=0)
 
 
 def read_yaml(path: Path) -> dict[str, Any]:

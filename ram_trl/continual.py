@@ -103,23 +103,18 @@ def loaded(theta: Tensor, before: Tensor, state: Tensor, consumed: Tensor | None
         state (`Tensor`):
             S_k, which it loads.
         consumed (`Tensor`, *optional*):
-            The weights the agent published, where a round up to k consumed them; S_b elsewhere (so that τ̂ is
-            consumed − before). `None` if nothing was consumed.
+            τ̂, the part of its update that a round up to k consumed; `None` if none did.
         carry (`bool`):
             Keep what was not consumed. Otherwise the result is S_k.
     """
     if not carry:
         return state.clone()
     left = theta - before
-    untouched = _same_bits(state, before)
+    untouched = state.view(torch.int32) == before.view(torch.int32)
     if consumed is not None:
-        left = left - (consumed - before)
-        untouched &= _same_bits(consumed, before)
+        left = left - consumed
+        untouched &= consumed == 0
     return torch.where(untouched, theta, torch.where(left == 0, state, state + left))
-
-
-def _same_bits(one: Tensor, other: Tensor) -> Tensor:
-    return one.view(torch.int32) == other.view(torch.int32)
 
 
 Restart = Literal["go on", "load and carry", "load and drop"]

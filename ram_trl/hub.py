@@ -52,16 +52,18 @@ class Hub:
 
     # ---- identity -----------------------------------------------------------------------------------------------
 
-    def create_or_join(self, identity: Mapping[str, Any]) -> dict[str, Any]:
+    def create_or_join(self, identity: Mapping[str, Any], founding: Mapping[str, Any]) -> dict[str, Any]:
         """
         Makes the hub if it is not there, else checks that this job belongs to its run.
 
         Args:
             identity (`Mapping[str, Any]`):
                 What all jobs of a run must agree on, as JSON.
+            founding (`Mapping[str, Any]`):
+                What the first job settles for all.
 
         Returns:
-            `dict[str, Any]`: the content of `hub.json`: the identity and `run_id`.
+            `dict[str, Any]`: the content of `hub.json`: `identity`, `founding` and `run_id`.
 
         Raises:
             `HubError`: if the folder lacks hard links, or belongs to a run with another identity; all differences are
@@ -69,7 +71,8 @@ class Hub:
         """
         for folder in ("agents", "rounds", "state", "generalist"):
             (self.path / folder).mkdir(parents=True, exist_ok=True)
-        content = {"format": FORMAT, "run_id": uuid.uuid4().hex, "identity": dict(identity)}
+        settled = {"identity": dict(identity), "founding": dict(founding)}
+        content = {"format": FORMAT, "run_id": uuid.uuid4().hex} | settled
         try:
             link_json(self.path / "hub.json", content)
         except OSError as error:

@@ -80,7 +80,8 @@ def test_every_mistake_is_told_at_once_and_nothing_is_written(family):
     models.rewrite(family / "code", lambda t: t.pop("model.layers.1.mlp.up_proj.weight"))
     (family / "tool" / "model.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0{")
     result = run(
-        "merge", *inputs(family), "--out", family / "out", "--method", "ramm", "--epsilon", "-1", "--weight", "nobody=2",
+        "merge", *inputs(family), "--out", family / "out", "--method", "ramm", "--epsilon", "-1", "--weight",
+        "nobody=2",
         "--weight", "tool=x", "--agent", "code",
     )  # fmt: skip
     assert result.exit_code == 1

@@ -138,9 +138,10 @@ def test_tied_head_in_either_file_form(family):
     assert found.keys() == expected.keys() | {"lm_head.weight"}
     assert torch.equal(found["lm_head.weight"], expected["model.embed_tokens.weight"])
     assert both.agents["tool"].entries == plain.agents["tool"].entries
-    assert "tie_word_embeddings" not in json.loads((family / "base" / "config.json").read_text()) or json.loads(
-        (family / "both_have_it" / "config.json").read_text()
-    )["tie_word_embeddings"]
+    assert (
+        "tie_word_embeddings" not in json.loads((family / "base" / "config.json").read_text())
+        or json.loads((family / "both_have_it" / "config.json").read_text())["tie_word_embeddings"]
+    )
 
 
 def test_tied_config_with_a_head_of_its_own_is_refused(family):
@@ -175,7 +176,8 @@ def test_mixed_dtypes_and_buffers_keep_the_bases_dtype(family):
     models.rewrite(family / "base", mix)
     # An agent may be stored wider than the base: TRL trains a bf16 checkpoint in fp32.
     models.rewrite(
-        family / "tool", lambda t: t.update({"model.positions": torch.arange(5), "model.flags": torch.tensor([1, 0]) > 0})
+        family / "tool",
+        lambda t: t.update({"model.positions": torch.arange(5), "model.flags": torch.tensor([1, 0]) > 0}),
     )
     models.rewrite(family / "code", mix)
     merge(family / "base", agents_of(family), family / "out", PAPER)
@@ -235,9 +237,7 @@ def test_all_problems_of_all_inputs_at_once(family):
     (family / "cut" / "model.safetensors").write_bytes(whole_file[:-100])
     models.reconfigure(family / "gpt", model_type="llama", architectures=["LlamaForCausalLM"])
     models.rewrite(family / "int8", lambda t: t.update({"model.norm.weight": torch.zeros(33, dtype=torch.int8)}))
-    models.rewrite(
-        family / "fp8", lambda t: t.update({"model.norm.weight": torch.zeros(33).to(torch.float8_e4m3fn)})
-    )
+    models.rewrite(family / "fp8", lambda t: t.update({"model.norm.weight": torch.zeros(33).to(torch.float8_e4m3fn)}))
     models.reconfigure(family / "quant", quantization_config={"quant_method": "bitsandbytes"})
 
     names = ("nan", "shape", "extra", "cut", "gpt", "int8", "fp8", "quant")
@@ -327,7 +327,7 @@ def test_config_that_changes_the_forward_is_warned_about(family):
 def test_output_that_exists_or_lies_in_an_input_is_refused(family, where):
     (family / "out").mkdir()
     (family / "out" / "mine.txt").write_text("keep")
-    with pytest.raises(MergeInputError, match="exists|inputs are never written to"):
+    with pytest.raises(MergeInputError, match=r"exists|inputs are never written to"):
         merge(family / "base", agents_of(family), family / where)
     assert models.contents(family / "out") == {"mine.txt": b"keep"}
     assert not (family / "tool" / "merged").exists()

@@ -1,0 +1,168 @@
+"""Recipes: what may be written, what is said about mistakes, and how functions beside them are found."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from ram_trl.config import MergeConfig
+from ram_trl.recipe import RECIPES, MergeRow, Recipe, load_function, load_recipe
+
+SMALL: dict[str, Any] = {
+    "base": {"make": "tasks/base.py:make", "args": {"steps": 100, "rate": 1}},
+    "agents": [
+        {"name": "tool", "task": "tasks/tool.py:tool", "args": {"max_steps": 60, "beta": 0}},
+        {"name": "code", "task": "tasks/code.py:code", "trainer": "grpo"},
+    ],
+    "scoring": {"dev": 40, "test": 50},
+    "merge": {"name": "ram+"},
+    "compare": [{"name": "ties", "method": "ties", "tune": {"scale": [0.5, 1]}}],
+    "fast": {"base": {"steps": 3}, "trainer": {"max_steps": 2}, "scoring": {"test": 5}},
+}
+
+
+def written(folder: Path, **changes: Any) -> Path:
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump(copy.deepcopy(SMALL) | changes))
+    return path
+
+
+def test_the_shipped_recipe_holds_the_promised_rows() -> None:
+    recipe = load_recipe(RECIPES / "demo.yaml")
+    assert [agent.name for agent in recipe.agents] == ["tool", "code", "mem"]
+    rows = {row.name: row for row in recipe.rows}
+    assert list(rows) == ["average", "task_arithmetic@1.0", "task_arithmetic@0.7", "ties", "dare", "ram@1e-5", "ram+"]
+    assert rows["ram+"].config == MergeConfig()
+    assert rows["ram@1e-5"].config == MergeConfig(epsilon=1e-5, r=0)
+    assert {name for name, row in rows.items() if row.tune} == {"ties", "dare"}
+    assert all(set(rows[name].tune) == {"scale"} for name in ("ties", "dare"))
+
+
+def test_fast_changes_single_values_and_nothing_else(tmp_path: Path) -> None:
+    recipe = load_recipe(written(tmp_path))
+    quick = recipe.quick()
+    assert quick.base.args == {"steps": 3, "rate": 1}
+    assert [agent.args for agent in quick.agents] == [{"max_steps": 2, "beta": 0}, {"max_steps": 2}]
+    assert (quick.scoring.dev, quick.scoring.test) == (40, 5)
+    assert quick.rows == recipe.rows
+    assert recipe.base.args == {"steps": 100, "rate": 1}
+
+
+def test_a_row_is_a_name_and_the_fields_of_a_merge_config() -> None:
+    row = MergeRow(**{"name": "x", "preset": "paper", "top": 0.1})
+    assert row.config == MergeConfig(top=0.1, r=0.1, alpha=2.0)
+    assert row.candidates() == [({}, row.config)]
+
+
+def test_a_grid_is_every_combination_in_the_order_written() -> None:
+    row = MergeRow(**{"name": "x", "method": "ties", "top": 0.3, "tune": {"scale": [1, 0.5], "top": [0.1, 0.2]}})
+    knobs = [{"scale": s, "top": t} for s in (1, 0.5) for t in (0.1, 0.2)]
+    assert row.candidates() == [(k, MergeConfig(method="ties", **k)) for k in knobs]
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"bases": 1}, "bases is not a field here"),
+        ({"base": {"args": {}}}, "base.make is missing"),
+        ({"base": {"make": "tasks/base.py"}}, "base.make: 'tasks/base.py' does not name a function"),
+        ({"agents": []}, "agents is []: list should have at least 1 item"),
+        ({"agents": [{"name": "a", "task": "a.py:a", "lr": 1}]}, r"agents[0].lr is not a field here"),
+        ({"agents": [{"name": "a/b", "task": "a.py:a"}]}, "agents[0].name: 'a/b' is not an agent's name"),
+        ({"agents": [{"name": "a", "task": "a.py:a", "trainer": "ppo"}]}, "agents[0].trainer is 'ppo'"),
+        ({"agents": [{"name": "a", "task": "a.py:a"}] * 2}, "two agents are called 'a'"),
+        ({"agents": [{"name": "average", "task": "a.py:a"}]}, "an agent is called 'average'"),
+        ({"scoring": {"dev": 0, "test": 1}}, "scoring.dev is 0"),
+        ({"merge": {"name": "x", "method": "rum"}}, "merge: method is 'rum'"),
+        ({"merge": {"name": "x", "scale": 1}}, "merge: method 'ram' does not use scale"),
+        ({"merge": {"name": "x", "preset": "best"}}, "merge: unknown preset 'best'"),
+        ({"merge": {"method": "ram"}}, "merge.name is missing"),
+        ({"merge": {"name": "x", "tune": {"r": [0, 1]}}}, "the generalist is not tuned"),
+        ({"merge": "ram"}, "merge: 'ram' is not a mapping"),
+        ({"compare": [{"name": "ram+"}]}, "two models of the comparison are called 'ram+'"),
+        ({"compare": [{"name": "agent:tool"}]}, "two models of the comparison are called 'agent:tool'"),
+        ({"compare": [{"name": "x", "tune": {"r": []}}]}, "compare[0]: tune.r has no values to try"),
+        ({"compare": [{"name": "x", "tune": {"scale": [1]}}]}, "compare[0]: method 'ram' does not use scale"),
+        ({"compare": [{"name": "x", "epsilion": 1}]}, "compare[0]: epsilion is not a field here"),
+    ],
+)
+def test_a_mistake_is_a_sentence_that_names_file_and_field(tmp_path: Path, changes: dict[str, Any], told: str) -> None:
+    path = written(tmp_path, **changes)
+    with pytest.raises(ValueError) as caught:  # noqa: PT011  (the message is checked below, as plain text)
+        load_recipe(path)
+    assert str(caught.value).startswith(f"{path}: ")
+    assert told in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_several_mistakes_are_told_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text("scoring: {dev: 1, test: 1}\nmerge: {name: x}\n")
+    with pytest.raises(ValueError, match="base is missing; agents is missing"):
+        load_recipe(path)
+
+
+def test_a_missing_file_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"none\.yaml: cannot be read"):
+        load_recipe(tmp_path / "none.yaml")
+
+
+def test_a_recipe_can_be_written_and_read_back(tmp_path: Path) -> None:
+    recipe = load_recipe(written(tmp_path))
+    assert recipe.model_dump()["compare"] == SMALL["compare"]
+    assert Recipe.model_validate_json(recipe.model_dump_json()) == recipe
+
+
+def folder_of_tasks(parent: Path, answer: int) -> Path:
+    tasks = parent / "tasks"
+    tasks.mkdir(parents=True)
+    (tasks / "common.py").write_text(f"ANSWER = {answer}\n")
+    (tasks / "one.py").write_text("from .common import ANSWER\n\n\ndef one():\n    return ANSWER\n")
+    (tasks / "two.py").write_text("from . import one\n\n\ndef two():\n    return one\n")
+    return parent
+
+
+def test_files_of_a_folder_import_each_other(tmp_path: Path) -> None:
+    folder = folder_of_tasks(tmp_path, 41)
+    one = load_function("tasks/one.py:one", folder)
+    assert one() == 41
+    assert load_function("tasks/two.py:two", folder)().one is one, "a file is loaded once"
+
+
+def test_folders_do_not_meet_each_other_or_an_imported_tasks_package(tmp_path: Path, monkeypatch) -> None:
+    package = tmp_path / "elsewhere" / "tasks"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("MINE = True\n")
+    monkeypatch.syspath_prepend(package.parent)
+    import tasks
+
+    before = list(sys.path)
+    first, second = folder_of_tasks(tmp_path / "a", 1), folder_of_tasks(tmp_path / "b", 2)
+    assert load_function("tasks/one.py:one", first)() == 1
+    assert load_function("tasks/one.py:one", second)() == 2
+    assert load_function(f"{first}/tasks/one.py:one", second)() == 1, "an absolute path is fine"
+    assert sys.path == before
+    assert sys.modules["tasks"] is tasks
+    assert tasks.MINE
+    monkeypatch.delitem(sys.modules, "tasks")
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("tasks/none.py:x", "there is no such file"),
+        ("tasks/one.py:x", "has no function 'x'"),
+        ("tasks/one.py:ANSWER", "has no function 'ANSWER'"),
+        ("tasks/broken.py:x", "cannot be imported: ZeroDivisionError: division by zero"),
+    ],
+)
+def test_a_function_that_cannot_be_had_is_told(tmp_path: Path, name: str, told: str) -> None:
+    folder = folder_of_tasks(tmp_path, 1)
+    (folder / "tasks" / "broken.py").write_text("1 / 0\n")
+    with pytest.raises(ValueError, match=told):
+        load_function(name, folder)
