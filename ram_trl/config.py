@@ -137,6 +137,17 @@ class MergeConfig(BaseModel):
         """Factor on the task vector of `agent`."""
         return self.weights.get(agent, 1.0)
 
+    def settled(self) -> dict[str, Any]:
+        """The knobs in force, defaults included, as JSON: equal for configs that mean the same."""
+        knobs: dict[str, Any] = {knob: getattr(self, knob) for knob in sorted(METHOD_KNOBS[self.method])}
+        if self.ulp:
+            criterion: dict[str, Any] = {"ulp": True}
+        elif self.top_fraction is not None:
+            criterion = {"top": self.top_fraction}
+        else:
+            criterion = {"epsilon": self.fixed_epsilon}
+        return {"method": self.method, **criterion, **knobs, "weights": dict(sorted(self.weights.items()))}
+
     def as_published(self) -> MergeConfig:
         """These knobs for updates that hold active entries only: everything that differs is active."""
         knobs = {knob: getattr(self, knob) for knob in self.model_fields_set - CRITERION_KNOBS}
@@ -166,14 +177,18 @@ class MergeConfig(BaseModel):
         values: dict[str, Any] = {}
         for layer in layers:
             name = layer.get("preset")
-            if name is not None and name not in PRESETS:
-                raise ValueError(f"unknown preset '{name}'; known: {', '.join(PRESETS)}")
+            if name is not None and (not isinstance(name, str) or name not in PRESETS):
+                raise ValueError(f"unknown preset {name!r}; known: {', '.join(PRESETS)}")
             own = {knob: value for knob, value in layer.items() if knob != "preset"}
             for knobs in (PRESETS[name] if name else {}, own):
+                # A criterion that is off says nothing about the others.
+                knobs = {k: v for k, v in knobs.items() if k not in CRITERION_KNOBS or not (v is None or v is False)}
                 if CRITERION_KNOBS & knobs.keys():
                     values = {knob: value for knob, value in values.items() if knob not in CRITERION_KNOBS}
-                weights = {**values.get("weights", {}), **(knobs.get("weights") or {})}
-                values |= {**knobs, "weights": weights}
+                weights = knobs.get("weights") or {}
+                if not isinstance(weights, Mapping):
+                    raise ValueError(f"weights is {weights!r}, expected a factor by agent name")
+                values |= {**knobs, "weights": {**values.get("weights", {}), **weights}}
         return cls(**values)
 
 

@@ -292,9 +292,9 @@ def _count(
         positive.append(active & (tau > 0))
         negative.append(active & (tau < 0))
         largest.append(float(tau.abs().max()))
-        square.append(float(tau.dot(tau)))
+        square.append(_square(tau))
         tau = torch.where(active, tau, 0.0)
-        square_active.append(float(tau.dot(tau)))
+        square_active.append(_square(tau))
 
     agents = len(compared)
     both, agree = np.zeros((agents, agents), np.int64), np.zeros((agents, agents), np.int64)
@@ -321,6 +321,12 @@ def _count(
         square=np.array(square),
         square_active=np.array(square_active),
     )
+
+
+def _square(tau: Tensor) -> float:
+    """Σ τ² in float64: in float32 it overflows from |τ| = 1e19 on and vanishes below 1e-23."""
+    wide = tau.double()
+    return float(wide.dot(wide))
 
 
 def _how_many(mask: Tensor) -> int:
@@ -374,7 +380,7 @@ def _reduced(local: Mapping[str, Counts], agents: int, reduce: Reduce) -> dict[s
     largest = torch.tensor(np.array([local[name].largest for name in names]))
     whole_numbers, squares = reduce(whole_numbers, "sum"), reduce(squares, "sum")
     # A NaN does not survive every backend's max; Inf does.
-    largest = reduce(torch.nan_to_num(largest, nan=torch.inf), "max")
+    largest = reduce(torch.where(torch.isnan(largest), torch.inf, largest), "max")
     merged = {}
     for name, row, real, peak in zip(names, whole_numbers.numpy(), squares.numpy(), largest.numpy(), strict=True):
         shared, both, agree = np.split(row[4:], [agents, agents + agents**2])

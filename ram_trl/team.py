@@ -16,6 +16,10 @@ class JobError(RuntimeError):
     """Another rank of the job failed; the message names the rank and its error."""
 
 
+class JobOSError(OSError):
+    """Another rank of the job could not read or write; the message names the rank and its error."""
+
+
 class Team:
     """All ranks of the job, or one process alone. Every method but `first` is collective: all ranks, same order."""
 
@@ -59,7 +63,7 @@ class Team:
         Runs `work` (which enters no collective) on every rank; if it raises on one, all ranks raise.
 
         Raises:
-            What `work` raised here, or `JobError` naming the first rank that failed.
+            What `work` raised here, or `JobError` (`JobOSError` for an `OSError`) naming the first rank that failed.
         """
         result: Result | None = None
         failure: BaseException | None = None
@@ -67,10 +71,15 @@ class Team:
             result = work()
         except Exception as error:  # told to all ranks below, and raised
             failure = error
-        told = self.collect(None if failure is None else f"{type(failure).__name__}: {failure}")
+        told = self.collect(None if failure is None else (f"{type(failure).__name__}: {failure}", _is_os(failure)))
         if failure is not None:
             raise failure
-        for rank, message in enumerate(told):
-            if message is not None:
-                raise JobError(f"rank {rank} of this job failed: {message}")
+        for rank, entry in enumerate(told):
+            if entry is not None:
+                message, is_os = entry
+                raise (JobOSError if is_os else JobError)(f"rank {rank} of this job failed: {message}")
         return result  # type: ignore[return-value]  # it is what work returned
+
+
+def _is_os(error: BaseException) -> bool:
+    return isinstance(error, OSError)

@@ -52,6 +52,12 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return made
 
 
+def save_tensors(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """A checkpoint folder that holds just these tensors."""
+    save_file({name: t.contiguous() for name, t in tensors.items()}, folder / "model.safetensors", {"format": "pt"})
+    (folder / "config.json").write_text(json.dumps({"model_type": "toy", "architectures": ["Toy"]}))
+
+
 def rewrite(folder: Path, change) -> None:
     """Applies `change` to the tensors of a single-file checkpoint."""
     file = folder / "model.safetensors"

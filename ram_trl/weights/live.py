@@ -40,10 +40,12 @@ class LiveWeights:
     """
 
     aliases: Mapping[str, str]
+    replicated = True
+    """Whether every rank holds everything."""
 
     def __init__(self, model: nn.Module, team: Team) -> None:
         self.aliases = {}
-        self._team = team
+        self.team = team
         self._parameters = {
             name: parameter for name, parameter in sorted(_named(model).items()) if parameter.requires_grad
         }
@@ -88,8 +90,8 @@ class LiveWeights:
         """What this rank publishes and merges for the job: its share of the blocks, none twice."""
         spans = self.held()
         blocks = sum(-(-len(span) // BLOCK) for span in spans)
-        first, last = (self._team.rank + i for i in (0, 1))
-        low, high = (rank * blocks // self._team.world for rank in (first, last))
+        first, last = (self.team.rank + i for i in (0, 1))
+        low, high = (rank * blocks // self.team.world for rank in (first, last))
         owned, passed = [], 0
         for span in spans:
             here = -(-len(span) // BLOCK)

@@ -1,0 +1,663 @@
+"""
+An agent in a hub: joins, publishes, closes rounds with others, loads, finishes, comes back.
+
+This is the life of an agent without any trainer: `callback.py` calls it at the right moments, tests drive it directly.
+Every method is collective: all ranks of the job, in the same order.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor
+
+from ram_trl.config import ContinualConfig
+from ram_trl.continual import Decision, Publication, ages, consumable, last_consumed, loaded, restart
+from ram_trl.criterion import active_mask
+from ram_trl.digest import Digest
+from ram_trl.engine import make_plan
+from ram_trl.files import DamagedFileError, read_json, write_json
+from ram_trl.hub import Heartbeat, Hub, HubError, Watch
+from ram_trl.plan import Counts
+from ram_trl.problems import MergeInputError
+from ram_trl.rounds import Rounds, write_folder
+from ram_trl.weights import Span, Store, cut, entries
+from ram_trl.weights.checkpoint import open_checkpoint
+from ram_trl.weights.live import LiveWeights
+from ram_trl.weights.sparse import BLOCK, BlockFileError, Blocks, BlockWriter, blocks
+from ram_trl.workers import Workers
+
+logger = logging.getLogger(__name__)
+
+SAY_EVERY = 10.0
+"""Seconds between two signs of rank 0 to the other ranks while it waits: no collective may time out."""
+
+
+class MemberState(BaseModel):
+    """
+    What a training checkpoint has to carry so that the agent can come back.
+
+    Args:
+        run_id (`str`):
+            The hub's run.
+        agent (`str`):
+            The agent.
+        round (`int`):
+            The round it had last loaded.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    run_id: str
+    agent: str
+    round: int = Field(ge=0)
+
+
+class Met(BaseModel):
+    """
+    What came of a merge point.
+
+    Args:
+        published (`bool`):
+            Whether the agent's update was published.
+        round (`int`, *optional*):
+            The round that was loaded (in observe mode: closed); `None` if there was none.
+        density (`float`, *optional*):
+            Active share of the agent's entries in what it published.
+        exchange_mb (`float`):
+            Megabytes published by the job.
+        wait_s, merge_s (`float`):
+            Seconds waited for other agents, and seconds of own work.
+        report (`dict[str, Any]`, *optional*):
+            The report of the round, as in the hub.
+        age (`int`, *optional*):
+            Rounds between what the agent's publication was measured against and the round that consumed it, less 1.
+    """
+
+    published: bool = False
+    round: int | None = None
+    density: float | None = None
+    exchange_mb: float = 0.0
+    wait_s: float = 0.0
+    merge_s: float = 0.0
+    report: dict[str, Any] | None = None
+    age: int | None = None
+
+
+class Member:
+    """
+    An agent in a hub.
+
+    If its process dies, the others go on without it after `patience` seconds; what it had published stays in the hub
+    and is merged once. When it comes back from a checkpoint it loads the newest state and carries its own update,
+    unless part of that update was merged meanwhile (`continual.restart`).
+
+    Args:
+        hub (`Hub`):
+            The hub; made by the first agent that joins.
+        agent (`str`):
+            Its name.
+        base (`Path`):
+            Folder of the checkpoint that training starts from.
+        live (`LiveWeights`):
+            The model's weights.
+        config (`ContinualConfig`):
+            How it merges.
+        export (`Callable[[int], None]`, *optional*):
+            Called on rank 0 of the job that closed a round, with its number, once its state is made.
+        rest (`Callable[[float], None]`, *optional*):
+            Called on rank 0 while waiting, with seconds to wait; agents that take turns hand over here.
+    """
+
+    def __init__(
+        self,
+        hub: Hub,
+        agent: str,
+        base: Path,
+        live: LiveWeights,
+        config: ContinualConfig,
+        *,
+        export: Callable[[int], None] = lambda number: None,
+        rest: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self.hub = hub
+        self.agent = agent
+        self.round = 0
+        self.run_id = ""
+        self._base = base
+        self._live = live
+        self._config = config
+        self._export = export
+        self._rest = rest
+        self._team = live.team
+        self._watch = Watch(hub, config.patience)
+        self._heartbeat: Heartbeat | None = None
+        self._refused: set[tuple[str, int]] = set()
+        self._good: set[tuple[str, int]] = set()
+        self._rounds: Rounds
+
+    @property
+    def observes(self) -> bool:
+        """Whether agents only publish and never load."""
+        return self._config.resync == "none"
+
+    def state_of(self, number: int) -> Blocks:
+        """The state of a round that has been made, as a store. Not collective."""
+        return self._rounds.state(number)
+
+    def state(self) -> MemberState:
+        """What a checkpoint taken now has to carry. Not collective."""
+        return MemberState(run_id=self.run_id, agent=self.agent, round=self.round)
+
+    # ---- joining ------------------------------------------------------------------------------------------------
+
+    def join(self, step: int, checkpoint: MemberState | None, resume: bool) -> str:
+        """
+        Joins the run, and loads its newest state.
+
+        Args:
+            step (`int`):
+                Optimizer steps made.
+            checkpoint (`MemberState`, *optional*):
+                From the checkpoint that training goes on from; `None` for a fresh start, when the weights have to be
+                the base's.
+            resume (`bool`):
+                Allow a name that has been in this hub before.
+
+        Returns:
+            `str`: a sentence about what was loaded and carried.
+
+        Raises:
+            `HubError`: if the hub is another run's, or the agent's name is taken.
+            `MergeInputError`: if the weights are not the base's, naming tensors and both values.
+        """
+        rounded, fingerprint = self._compare_with_base(checkpoint is not None)
+        identity = {
+            "shapes": {name: list(self._live.shape(name)) for name in self._live.names()},
+            "base": fingerprint,
+            "merge": self._config.merge.settled(),
+            "resync": self._config.resync,
+        }
+
+        def enter() -> dict[str, Any]:
+            if not self._team.first:
+                return {}
+            described = self.hub.create_or_join(identity, {"rounded": rounded})
+            self._enter_by_name(checkpoint, resume or checkpoint is not None, described["run_id"])
+            return described
+
+        described = self._team.share(self._team.together(enter))
+        self.run_id = described["run_id"]
+        self._rounds = Rounds(self.hub, self._team, described["identity"])
+        self._write_base_state(described["founding"]["rounded"])
+        told = self._load_on_joining(checkpoint)
+        self._tell(step)
+        return told
+
+    def _enter_by_name(self, checkpoint: MemberState | None, resume: bool, run_id: str) -> None:
+        if checkpoint is not None and (checkpoint.run_id, checkpoint.agent) != (run_id, self.agent):
+            raise HubError(
+                f"the checkpoint is of agent '{checkpoint.agent}' in run {checkpoint.run_id}, but {self.hub.path} is "
+                f"run {run_id} and this is agent '{self.agent}'; resume from a checkpoint of this run"
+            )
+        if self.agent in self.hub.agents() and not resume:
+            raise HubError(
+                f"agent '{self.agent}' has been in {self.hub.path} before; pass resume=True (or resume from a "
+                "checkpoint) to go on under that name, or name another hub folder"
+            )
+        self._heartbeat = Heartbeat(self.hub, self.agent, self._config.heartbeat)
+        self._heartbeat.start()
+        self.hub.unfinish(self.agent)
+
+    def _compare_with_base(self, trained: bool) -> tuple[bool, dict[str, str]]:
+        """Whether the weights are the base's rounded to bf16, and the base's fingerprint by tensor."""
+        opened = self._team.together(lambda: open_checkpoint(self._base, "base"))
+        base = opened.store
+        problems = list(opened.problems)
+        held = set(base.names())
+        missing = [name for name in self._live.names() if name not in held]
+        if missing:
+            told = ", ".join(f"'{name}'" for name in missing[:5]) + (", …" if len(missing) > 5 else "")
+            raise HubError(
+                f"the model trains {told}, which the base {self._base} does not have under that name; the base has to "
+                "be the checkpoint that the model was loaded from, and of an architecture whose tensors have the same "
+                "names in memory as on disk"
+            )
+        exact = rounded = True
+        first = ""
+        digest = Digest(self._live.names())
+
+        def compare() -> None:
+            nonlocal exact, rounded, first
+            if problems:
+                raise MergeInputError(problems)
+            for name in self._live.names():
+                if base.shape(name) != self._live.shape(name):
+                    raise HubError(
+                        f"'{name}' has shape {list(self._live.shape(name))} in the model and "
+                        f"{list(base.shape(name))} in the base {self._base}"
+                    )
+            for span in cut(self._live.owned(), BLOCK):
+                want, have = span.of(base), self._live.read(span.name, span.start, span.stop)
+                digest.add(span, want)
+                if trained:
+                    continue
+                same = torch.equal(want, have)
+                near = torch.equal(want.to(torch.bfloat16).to(torch.float32), have)
+                if not (same or near) and not first:
+                    at = int((want != have).nonzero()[0])
+                    values = f"{float(have[at])!r}, the base's {float(want[at])!r}"
+                    first = f"entry {span.start + at} of '{span.name}' is {values}"
+                exact, rounded = exact and same, rounded and near
+
+        self._team.together(compare)
+        verdicts = self._team.collect((exact, rounded, first, digest.share()))
+        exact, rounded = all(v[0] for v in verdicts), all(v[1] for v in verdicts)
+        if not (exact or rounded):
+            told = next((v[2] for v in verdicts if v[2]), "some tensors are rounded to bfloat16 and others are not")
+            raise HubError(
+                f"agent '{self.agent}' does not start from the base {self._base}: {told}. Load the model from the "
+                "base, or resume from a checkpoint of this run"
+            )
+        shares = [v[3] for rank, v in enumerate(verdicts) if rank != self._team.rank]
+        return not exact, digest.sums(shares)
+
+    def _write_base_state(self, rounded: bool) -> None:
+        folder = self.hub.state_folder(0)
+        if self._team.share(folder.exists()):
+            return
+        base = open_checkpoint(self._base, "base").store
+
+        def write(writer: BlockWriter) -> None:
+            for span in blocks(self._live.owned()):
+                values = span.of(base)
+                writer.add(span, values.to(torch.bfloat16).to(torch.float32) if rounded else values)
+
+        write_folder(self._team, folder, {"round": 0}, dict.fromkeys(self._live.names(), torch.float32), write)
+
+    def _load_on_joining(self, checkpoint: MemberState | None) -> str:
+        decisions = self._decisions()
+        if checkpoint is not None:
+            self.round = checkpoint.round
+        if self.observes:
+            return f"agent '{self.agent}' observes; it publishes and never loads"
+        if checkpoint is None:
+            self.round = len(decisions)
+            state = self._made_state(decisions)
+            self._overwrite(lambda span: span.of(state))
+            return f"agent '{self.agent}' starts from round {self.round}"
+        verdict = restart(self.agent, checkpoint.round, decisions)
+        if verdict == "go on":
+            return f"agent '{self.agent}' goes on from round {self.round}, which is still the newest"
+        newest = self._made_state(decisions)
+        if verdict == "load and carry" and self._team.share(self.hub.state_folder(self.round).exists()):
+            self._move(newest, None, len(decisions))
+            return f"agent '{self.agent}' loads round {self.round} and carries its own update"
+        why = "part of it was merged meanwhile" if verdict == "load and drop" else "its old state was removed"
+        lost = self._residual_norm()
+        self.round = len(decisions)
+        self._overwrite(lambda span: span.of(newest))
+        return (
+            f"agent '{self.agent}' loads round {self.round} and drops its own update since round {checkpoint.round} "
+            f"(norm {lost}): {why}"
+        )
+
+    def _residual_norm(self) -> str:
+        if not self._team.share(self.hub.state_folder(self.round).exists()):
+            return "unknown"
+        before = self._rounds.state(self.round)
+        square = 0.0
+        for span in cut(self._live.owned(), BLOCK):
+            tau = self._live.read(span.name, span.start, span.stop) - span.of(before)
+            square += float(tau.dot(tau))
+        return f"{float(self._team.reduce(torch.tensor([square], dtype=torch.float64), 'sum')) ** 0.5:.4g}"
+
+    # ---- a merge point ------------------------------------------------------------------------------------------
+
+    def meet(self, step: int) -> Met:
+        """
+        A merge point: publish, wait for the round, load it.
+
+        Raises:
+            `HubError`, `MergeInputError`, `BlockFileError`, `DamagedFileError`: what cannot be right is never merged.
+            `OSError`: if the hub cannot be read or written, with `on_hub_error="raise"`.
+        """
+        self._check_intruder()
+        met = Met()
+        started = time.monotonic()
+        try:
+            self.catch_up()
+            counts, size = self.publish(step)
+            met.published = True
+            met.density = int(counts.active[0]) / counts.entries
+            met.exchange_mb = size / 1e6
+            published = time.monotonic()
+            closed = self.close(late=False) if self.observes else self._wait_for_round()
+            decisions = self._decisions()
+            met.wait_s = time.monotonic() - published
+            if closed or len(decisions) > self.round:
+                self._finish_round(decisions, closed, met)
+        except OSError as error:
+            if self._config.on_hub_error == "raise":
+                raise
+            logger.warning(
+                "agent '%s' goes on without merging at step %d: the hub failed (%s)", self.agent, step, error
+            )
+        met.merge_s = time.monotonic() - started - met.wait_s
+        self._tell(step)
+        return met
+
+    def catch_up(self) -> None:
+        """Loads the newest round if it, or one before, consumed a publication of this agent since the last load."""
+        decisions = self._decisions()
+        if not self.observes and last_consumed(self.agent, decisions) > self.round:
+            self.load(decisions)
+
+    def publish(self, step: int) -> tuple[Counts, int]:
+        """
+        Publishes what the criterion counts as changed since the last load (in observe mode: since the base).
+
+        Returns:
+            `tuple[Counts, int]`: what was counted in the whole model, and bytes published by the job.
+
+        Raises:
+            `MergeInputError`: if a weight is NaN or Inf.
+            `OSError`: if the hub cannot be written; nothing of the publication is visible then.
+        """
+        base_round = 0 if self.observes else self.round
+        merge, names, owned = self._config.merge, self._live.names(), self._live.owned()
+        dtypes = {name: torch.bfloat16 if merge.ulp else self._live.dtype(name) for name in names}
+        before = self._team.together(lambda: self._rounds.state(base_round))
+        live: Mapping[str, Store] = {self.agent: self._live}
+        with Workers() as workers:
+            plan = make_plan(before, live, merge, workers, spans=owned, reduce=self._team.reduce, chunk=BLOCK)
+
+            def write(writer: BlockWriter) -> None:
+                for span in blocks(owned):
+                    theta, reference = span.of(self._live), span.of(before)
+                    tau, threshold = theta - reference, plan.thresholds[0]
+                    mask = active_mask(theta, reference, tau, merge, threshold, torch.float32)
+                    kept = theta if merge.ulp else self._live.stored(span.name, span.start, span.stop)
+                    writer.add(span, kept.to(dtypes[span.name]), mask)
+
+            sequence = self._team.share(self._team.together(self._next_sequence))
+            head = Publication(agent=self.agent, sequence=sequence, base_round=base_round, step=step)
+            folder = self.hub.publication_folder(self.agent, sequence)
+            write_folder(self._team, folder, head.model_dump(), dtypes, write)
+        return plan.total, self._team.share(self._size_of(folder))
+
+    def _next_sequence(self) -> int:
+        return self.hub.next_sequence(self.agent) if self._team.first else 0
+
+    def _size_of(self, folder: Path) -> int:
+        return sum(path.stat().st_size for path in folder.iterdir()) if self._team.first else 0
+
+    def _finish_round(self, decisions: list[Decision], closed: bool, met: Met) -> None:
+        self._made_state(decisions, closer=closed)
+        if self.observes:
+            self.round = len(decisions)
+        else:
+            self.load(decisions)
+        met.round = self.round
+        own = decisions[-1].of(self.agent)
+        met.age = ages(decisions[-1])[self.agent] if own is not None else None
+        met.report = self._round_report(met.round)
+        if closed and self._team.first:
+            self._export(met.round)
+            living = self._watch.alive([name for name in self.hub.agents() if not self.hub.is_done(name)])
+            self.hub.sweep(self._config.keep_rounds, living)
+
+    # ---- closing rounds -----------------------------------------------------------------------------------------
+
+    def _wait_for_round(self) -> bool:
+        """Waits until there is a round newer than what is loaded, or for too long; whether this job closed it."""
+        deadline = time.monotonic() + self._config.timeout
+        outcome = "waiting"
+        while outcome == "waiting":
+            outcome = self._team.share(self._team.together(lambda: self._watch_for_round(deadline)))
+        return outcome == "closed"
+
+    def _watch_for_round(self, deadline: float) -> str:
+        """Rank 0 watches for some seconds: `"decided"`, `"closed"` (by this job), `"nothing"` or `"waiting"`."""
+        if not self._team.first:
+            return ""
+        until = time.monotonic() + SAY_EVERY
+        while True:
+            decisions = self.hub.decisions()
+            if len(decisions) > self.round:
+                return "decided"
+            late = time.monotonic() > deadline
+            if self._close_if_ready(decisions, late):
+                return "closed"
+            if late:
+                return "nothing"
+            if time.monotonic() > until:
+                return "waiting"
+            if self._heartbeat is not None:
+                self._heartbeat.check()
+            self._rest(min(0.2, self._config.heartbeat / 4))
+
+    def close(self, late: bool) -> bool:
+        """
+        Closes a round if the wait policy is met, or if it is `late` and there is anything to merge; makes its state.
+
+        Returns:
+            `bool`: whether a round was closed by this call.
+        """
+        closed = self._team.share(
+            self._team.together(lambda: self._team.first and self._close_if_ready(self.hub.decisions(), late))
+        )
+        if closed:
+            self._made_state(self._decisions(), closer=True)
+        return closed
+
+    def _close_if_ready(self, decisions: list[Decision], late: bool) -> bool:
+        """Rank 0 makes the next decision if the wait policy is met, or if it is `late` and there is anything."""
+        ready = self._consumable(decisions)
+        names = {head.agent for head in ready}
+        if self.observes:
+            # What stood in the last round may stand again, but alone it is no reason for a new one.
+            before = {(p.agent, p.sequence) for p in decisions[-1].publications} if decisions else set()
+            names = {head.agent for head in ready if (head.agent, head.sequence) not in before}
+        missing = [agent for agent in self._expected() if agent not in names]
+        wait = self._config.wait
+        enough = len(names) >= wait if isinstance(wait, int) else wait == "available" or not missing
+        if not names or not (enough or late):
+            return False
+        if not enough:
+            logger.warning(
+                "agent '%s' closes round %d without %s after waiting %.0f s",
+                self.agent, len(decisions) + 1, ", ".join(missing) or "more agents", self._config.timeout,
+            )  # fmt: skip
+        return self.hub.decide(Decision(round=len(decisions) + 1, publications=tuple(ready)))
+
+    def _expected(self) -> list[str]:
+        """Agents a round waits for: alive, not done; those named in the config even before they join."""
+        joined = self.hub.agents()
+        running = [agent for agent in joined if not self.hub.is_done(agent)]
+        return sorted({*self._watch.alive(running), *(set(self._config.agents) - set(joined))})
+
+    def _consumable(self, decisions: list[Decision]) -> list[Publication]:
+        """What the next round may take, checked; what cannot be trusted is refused by name and left out."""
+        heads = []
+        for agent in self.hub.agents():
+            try:
+                head = self.hub.newest_publication(agent)
+            except (DamagedFileError, OSError) as error:
+                self._refuse(agent, 0, error)
+                continue
+            if head is not None:
+                heads.append(head)
+        return [head for head in consumable(heads, decisions, self._config.resync) if self._trusted(head)]
+
+    def _trusted(self, head: Publication) -> bool:
+        key = (head.agent, head.sequence)
+        if key in self._good or key in self._refused:
+            return key in self._good
+        try:
+            store = self._rounds.publication(head)
+            for name in store.names():
+                for span in cut([Span(name, 0, entries(store, name))], BLOCK):
+                    if not torch.isfinite(span.of(store)).all():
+                        raise BlockFileError(f"'{name}' holds NaN or Inf within entries {span.start}-{span.stop}")
+        except (DamagedFileError, BlockFileError, OSError) as error:
+            self._refuse(*key, error)
+            return False
+        self._good.add(key)
+        return True
+
+    def _refuse(self, agent: str, sequence: int, error: Exception) -> None:
+        if (agent, sequence) not in self._refused:
+            logger.warning("agent '%s': its publication is refused, rounds go on without it: %s", agent, error)
+        self._refused.add((agent, sequence))
+
+    def _made_state(self, decisions: list[Decision], closer: bool = False) -> Blocks:
+        """The newest state; waits for the job that closed the round to make it, or makes it in its place."""
+        for decision in decisions[-1:] if self.observes else self._unmade(decisions):
+            folder = self.hub.state_folder(decision.round)
+            deadline = time.monotonic() + (0 if closer else self._config.patience)
+            while not self._team.share(folder.exists()):
+                if self._team.share(time.monotonic() > deadline):
+                    with Workers() as workers:
+                        self._rounds.make_state(decision, self._live.owned(), workers)
+                elif self._team.first:
+                    self._rest(min(0.2, self._config.heartbeat / 4))
+        return self._team.together(lambda: self._rounds.state(len(decisions)))
+
+    def _unmade(self, decisions: list[Decision]) -> list[Decision]:
+        """The newest run of decisions without a state, oldest first."""
+        unmade: list[Decision] = []
+        for decision in reversed(decisions):
+            if self._team.share(self.hub.state_folder(decision.round).exists()):
+                break
+            unmade.insert(0, decision)
+        return unmade
+
+    # ---- loading ------------------------------------------------------------------------------------------------
+
+    def load(self, decisions: list[Decision]) -> None:
+        """θ ← S_k + (θ − S_b − τ̂ if consumed), b ← k, for the newest round k."""
+        state = self._made_state(decisions)
+        taken = next((p for d in decisions[self.round :] if (p := d.of(self.agent)) is not None), None)
+        self._move(state, taken, len(decisions))
+
+    def _move(self, state: Blocks, taken: Publication | None, number: int) -> None:
+        def opened() -> tuple[Blocks, tuple[Blocks, Blocks] | None]:
+            own = (self._rounds.publication(taken), self._rounds.reference(taken)) if taken is not None else None
+            return self._rounds.state(self.round), own
+
+        before, own = self._team.together(opened)
+
+        def target(span: Span) -> Tensor:
+            theta = self._live.read(span.name, span.start, span.stop)
+            consumed = span.of(own[0]) - span.of(own[1]) if own is not None else None
+            new = span.of(state)
+            digest.add(span, new)
+            return loaded(theta, span.of(before), new, consumed, self._config.carry)
+
+        digest = Digest(self._live.names())
+        self._overwrite(target)
+        self.round = number
+        self._compare_digest(number, digest)
+
+    def _overwrite(self, target: Callable[[Span], Tensor]) -> None:
+        def write() -> None:
+            with Workers():
+                for span in cut(self._live.held(), BLOCK):
+                    self._live.write(span.name, span.start, target(span))
+
+        self._team.together(write)
+
+    def _compare_digest(self, number: int, digest: Digest) -> None:
+        """Stops if another job loaded other numbers for this round."""
+        shares = [] if self._live.replicated else self._team.collect(digest.share())
+        own = digest.sums(share for rank, share in enumerate(shares) if rank != self._team.rank)
+
+        def compare() -> None:
+            if not self._team.first:
+                return
+            folder = self.hub.round_folder(number)
+            write_json(folder / f"digest-{self.agent}.json", own, durable=False)
+            for path in sorted(folder.glob("digest-*.json")):
+                try:
+                    other = read_json(path)
+                except (DamagedFileError, FileNotFoundError):
+                    continue  # it is rewritten when that agent loads again
+                differing = [name for name in sorted(own) if other.get(name) != own[name]]
+                if differing:
+                    raise HubError(
+                        f"agent '{self.agent}' and agent '{path.stem.removeprefix('digest-')}' loaded different "
+                        f"weights for round {number}; the first tensor that differs is '{differing[0]}'"
+                    )
+
+        self._team.together(compare)
+
+    # ---- the end ------------------------------------------------------------------------------------------------
+
+    def finish(self, step: int) -> Met:
+        """
+        The end of training: publishes what is left and is waited for no more; the last agent closes a final round.
+        """
+        met = Met()
+        try:
+            self.catch_up()
+            counts, size = self.publish(step)
+            met = Met(published=True, density=int(counts.active[0]) / counts.entries, exchange_mb=size / 1e6)
+            self._team.together(lambda: self.hub.finish(self.agent, step) if self._team.first else None)
+            if self._team.share(self._team.first and self._closes_the_last()):
+                decisions = self._decisions()
+                self._made_state(decisions, closer=True)
+                met.round = len(decisions)
+                met.report = self._round_report(met.round)
+                if self._team.first:
+                    self._export(met.round)
+        except OSError as error:
+            if self._config.on_hub_error == "raise":
+                raise
+            logger.warning("agent '%s': its last update was not published: the hub failed (%s)", self.agent, error)
+        finally:
+            self._tell(step)
+            self.leave()
+        return met
+
+    def _closes_the_last(self) -> bool:
+        if not all(self.hub.is_done(agent) for agent in {*self.hub.agents(), *self._config.agents}):
+            return False
+        decisions = self.hub.decisions()
+        ready = self._consumable(decisions)
+        before = {(p.agent, p.sequence) for d in decisions[-1:] for p in d.publications}
+        if all((head.agent, head.sequence) in before for head in ready):
+            return False
+        return self.hub.decide(Decision(round=len(decisions) + 1, publications=tuple(ready)))
+
+    def leave(self) -> None:
+        """Stops the heartbeat. Not collective."""
+        if self._heartbeat is not None:
+            self._heartbeat.close()
+
+    # ---- small things -------------------------------------------------------------------------------------------
+
+    def _decisions(self) -> list[Decision]:
+        return self._team.share(self._team.together(lambda: self.hub.decisions() if self._team.first else []))
+
+    def _round_report(self, number: int) -> dict[str, Any] | None:
+        def read() -> dict[str, Any] | None:
+            try:
+                return read_json(self.hub.round_folder(number) / "report.json") if self._team.first else None
+            except (FileNotFoundError, DamagedFileError):
+                return None  # a report is for people; the round does not depend on it
+
+        return self._team.share(read())
+
+    def _tell(self, step: int) -> None:
+        if self._heartbeat is not None:
+            self._heartbeat.tell(self.round, step)
+
+    def _check_intruder(self) -> None:
+        self._team.together(lambda: self._heartbeat.check() if self._heartbeat is not None else None)
