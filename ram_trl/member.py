@@ -471,10 +471,8 @@ class Member:
         if not names or not (enough or late):
             return False
         if not enough:
-            logger.warning(
-                "agent '%s' closes round %d without %s after waiting %.0f s",
-                self.agent, len(decisions) + 1, ", ".join(missing) or "more agents", self._config.timeout,
-            )  # fmt: skip
+            told = ", ".join(missing) or "more agents"
+            logger.warning("agent '%s' closes round %d without %s", self.agent, len(decisions) + 1, told)
         return self.hub.decide(Decision(round=len(decisions) + 1, publications=tuple(ready)))
 
     def _expected(self) -> list[str]:

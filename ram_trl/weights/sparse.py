@@ -236,6 +236,8 @@ class BlockFile:
                 f"{self.path} is damaged: checksum of '{name}' entries {row[START]}-{stop} does not fit"
             )
         dtype, count, length = self.dtypes[name], int(row[ACTIVE]), int(row[LENGTH])
+        if count == 0:
+            return
         values = torch.from_numpy(content[: count * dtype.itemsize]).view(dtype).to(torch.float32).numpy()
         places = content[count * dtype.itemsize :]
         if row[KIND] == DENSE:
