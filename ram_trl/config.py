@@ -51,7 +51,7 @@ class MergeConfig(BaseModel):
         method (`str`, *optional*, defaults to `"ram"`):
             One of `"ram"`, `"average"`, `"task_arithmetic"`, `"ties"`, `"dare"`.
         epsilon (`float`, *optional*):
-            Active iff |τ| > epsilon, compared in fp32 (Eq. 2 of the paper uses 1e-5). 0 means "the fp32 bits of the
+            Active iff |τ| > epsilon, compared in fp32 (the paper uses 1e-5). 0 means "the fp32 bits of the
             weight differ from the base's", so that an agent merged alone comes back bit for bit, −0.0 included.
         top (`float`, *optional*):
             Active iff τ ≠ 0 and |τ| is at least the k-th largest of the agent's entries, k = round(top · entries),
@@ -60,9 +60,9 @@ class MergeConfig(BaseModel):
             Active iff agent and base differ once both are rounded to 16 bits (to float16 where the base is
             float16, else to bfloat16).
         r (`float`, *optional*, defaults to `0.2`):
-            `ram`: strength of the rescale of unique entries (Eq. 6). 0 is RAM, above it RAM+.
+            `ram`: strength of the rescale of unique entries. 0 is RAM, above it RAM+.
         alpha (`float`, *optional*, defaults to `1.0`):
-            `ram`: upper clip of ρ (Eq. 6).
+            `ram`: upper clip of ρ.
         rho (`str`, *optional*, defaults to `"global"`):
             `ram`: count ρ over the whole model (`"global"`, the paper's) or over each tensor (`"tensor"`).
         scale (`float`, *optional*, defaults to `1.0`):

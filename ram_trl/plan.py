@@ -92,13 +92,13 @@ class Counts:
 
 
 def rho(shared: int, unique: int) -> float | None:
-    """ρ_t = shared_t / unique_t (Eq. 5); `None` when the agent has no unique entry."""
+    """ρ_t = shared_t / unique_t (arXiv 2601.13572, Eq. 1-7); `None` when the agent has no unique entry."""
     return shared / unique if unique else None
 
 
 def rescale(shared: int, unique: int, r: float, alpha: float) -> float:
     """
-    λ_t = 1 + r · clip(ρ_t, 0, α) (Eq. 6), rounded to fp32; 1 when the agent has no unique entry to rescale.
+    λ_t = 1 + r · clip(ρ_t, 0, α) (arXiv 2601.13572, Eq. 1-7), rounded to fp32; 1 when the agent has no unique entry to rescale.
     """
     ratio = rho(shared, unique)
     return 1.0 if ratio is None else float(np.float32(1 + r * min(ratio, alpha)))

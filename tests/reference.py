@@ -269,7 +269,7 @@ def paper(
     """
     Eq. 1-7 of arXiv 2601.13572: the merged tensors, flat, and λ of every agent.
 
-    `rescaling` is Eq. 5-6: λ from the counts of shared and of unique entries (at least one of these).
+    `rescaling` is the paper's λ: λ from the counts of shared and of unique entries (at least one of these).
     """
     names = sorted(base)
     before = {name: numbers(base[name]).astype(np.float64) for name in names}
@@ -290,7 +290,7 @@ def paper(
 
 
 def paper_lambda(shared: int, unique: int, r: float = 0.1, alpha: float = 2.0) -> float:
-    """Eq. 5-6 with the paper's r and α."""
+    """λ (Eq. 1-7) with the paper's r and α."""
     return 1 + r * float(np.clip(shared / unique, 0, alpha))
 
 

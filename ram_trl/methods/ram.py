@@ -1,4 +1,4 @@
-"""Reinforced Agent Merging, RAM and RAM+ (arXiv 2601.13572, Eq. 3-7)."""
+"""Reinforced Agent Merging, RAM and RAM+ (arXiv 2601.13572, Eq. 1-7)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def ram(chunk: Chunk, lambdas: Sequence[float]) -> Tensor:
         chunk (`Chunk`):
             The entries to merge.
         lambdas (`Sequence[float]`):
-            λ_t of every agent in the chunk's order (Eq. 6); 1 is RAM, above 1 RAM+.
+            λ_t of every agent in the chunk's order; 1 is RAM, above 1 RAM+.
 
     Returns:
         `Tensor`: the merged entries, float32.
