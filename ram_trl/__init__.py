@@ -1,9 +1,39 @@
 """Continual merging of reinforcement-learned agents (RAM, arXiv 2601.13572)."""
 
+from typing import TYPE_CHECKING, Any
+
 from ram_trl.config import MergeConfig
 from ram_trl.engine import merge_state_dicts
 from ram_trl.offline import merge, probe
 from ram_trl.problems import MergeInputError, Problem
 from ram_trl.report import MergeReport
 
-__all__ = ["MergeConfig", "MergeInputError", "MergeReport", "Problem", "merge", "merge_state_dicts", "probe"]
+if TYPE_CHECKING:
+    from ram_trl.callback import RAMCallback, attach
+    from ram_trl.turns import take_turns
+
+__all__ = [
+    "MergeConfig",
+    "MergeInputError",
+    "MergeReport",
+    "Problem",
+    "RAMCallback",
+    "attach",
+    "merge",
+    "merge_state_dicts",
+    "probe",
+    "take_turns",
+]
+
+
+def __getattr__(name: str) -> Any:
+    # These need transformers and accelerate, which take seconds to import; merging folders does not.
+    if name in ("RAMCallback", "attach"):
+        from ram_trl import callback
+
+        return getattr(callback, name)
+    if name == "take_turns":
+        from ram_trl.turns import take_turns
+
+        return take_turns
+    raise AttributeError(f"module 'ram_trl' has no attribute '{name}'")

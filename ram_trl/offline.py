@@ -8,7 +8,7 @@ output folder, which takes its name when it is complete.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from ram_trl.preflight import check_layout, check_names
 from ram_trl.problems import MergeInputError, Problem, agent_place
 from ram_trl.progress import bar
 from ram_trl.report import MergeReport, make_report
-from ram_trl.weights import Span, entries, whole
+from ram_trl.weights import Span, entries, mergeable, whole
 from ram_trl.weights.checkpoint import Checkpoint, CheckpointWriter, open_checkpoint, side_files, total_bytes
 from ram_trl.workers import Workers
 
@@ -93,11 +93,14 @@ def merge(
         plan = _counted(inputs, config, workers, chunk)
         report = _report(inputs, plan).model_copy(update={"out": out})
         with folder_in_one_piece(out) as folder:
-            _write_weights(inputs, plan, folder, max_shard_size, workers, chunk)
-            for source in side_files(inputs.base.folder):
-                target = folder / source.relative_to(inputs.base.folder)
-                target.parent.mkdir(exist_ok=True)
-                shutil.copyfile(source, target)
+            with bar("merging", sum(map(len, whole(inputs.base)))) as advance:
+                write_like(
+                    inputs.base,
+                    folder,
+                    max_shard_size,
+                    lambda write: merge_spans(inputs.base, inputs.agents, plan, write, workers, chunk=chunk),
+                    advance,
+                )
             (folder / "merge_report.json").write_text(report.to_json(), encoding="utf-8")
             (folder / "README.md").write_text(model_card(report, inputs.base.config), encoding="utf-8")
     return report
@@ -259,10 +262,32 @@ def _report(inputs: Inputs, plan: Plan) -> MergeReport:
     return report.model_copy(update={**folders, "warnings": inputs.warnings + report.warnings})
 
 
-def _write_weights(
-    inputs: Inputs, plan: Plan, folder: Path, max_shard_size: int | str, workers: Workers, chunk: int
+def write_like(
+    base: Checkpoint,
+    folder: Path,
+    max_shard_size: int | str,
+    produce: Callable[[Callable[[Span, Tensor], int]], Iterator[int]],
+    advance: Callable[[int], None] = lambda entries: None,
 ) -> None:
-    base = inputs.base
+    """
+    Writes weights and side files of a model that is stored as `base` is: same names, dtypes and tied tensors.
+
+    Args:
+        base (`Checkpoint`):
+            What the model is like; its buffers and side files are copied.
+        folder (`Path`):
+            An existing folder.
+        max_shard_size (`int` or `str`):
+            Largest size of one weight file.
+        produce (`Callable`):
+            Given a function that stores the float32 entries of a span (from any thread) and returns their number, an
+            iterator over what it returned for all spans of the model.
+        advance (`Callable[[int], None]`, *optional*):
+            Called with the number of entries written.
+
+    Raises:
+        `MergeInputError`: if an entry overflows the dtype it is stored in.
+    """
     shapes, dtypes = _layout(base)
     also: dict[str, list[str]] = {name: [name] for name in base.names()}
     for alias in base.stored_aliases:
@@ -275,14 +300,15 @@ def _write_weights(
             writer.write(name, span.start, result)
         return len(span)
 
-    merged = whole(base)
-    taken_over = set(base.names()) - {span.name for span in merged}
     try:
-        with bar("merging", sum(map(len, merged))) as advance:
-            for done in merge_spans(base, inputs.agents, plan, write, workers, chunk=chunk):
-                advance(done)
-        for name in sorted(taken_over):
+        for done in produce(write):
+            advance(done)
+        for name in sorted(set(base.names()) - set(mergeable(base))):
             writer.write(name, 0, base.read(name, 0, entries(base, name)))
         writer.close()
     finally:
         writer.abandon()
+    for source in side_files(base.folder):
+        target = folder / source.relative_to(base.folder)
+        target.parent.mkdir(exist_ok=True)
+        shutil.copyfile(source, target)

@@ -98,7 +98,7 @@ def rho(shared: int, unique: int) -> float | None:
 
 def rescale(shared: int, unique: int, r: float, alpha: float) -> float:
     """
-    λ_t = 1 + r · clip(ρ_t, 0, α) (arXiv 2601.13572, Eq. 1-7), rounded to fp32; 1 when the agent has no unique entry to rescale.
+    λ_t = 1 + r · clip(ρ_t, 0, α) (arXiv 2601.13572, Eq. 1-7), rounded to fp32; 1 when the agent has no unique entry.
     """
     ratio = rho(shared, unique)
     return 1.0 if ratio is None else float(np.float32(1 + r * min(ratio, alpha)))

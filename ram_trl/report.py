@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from itertools import combinations
 from pathlib import Path
+from typing import Any
 
-from pydantic import AliasChoices, BaseModel, Field
+from pydantic import AliasChoices, BaseModel, Field, field_serializer
 
 from ram_trl.config import MergeConfig
 from ram_trl.plan import Plan, rho
@@ -123,6 +124,10 @@ class MergeReport(BaseModel):
     base: Path | None = None
     sources: dict[str, Path] = Field(default_factory=dict)
     out: Path | None = None
+
+    @field_serializer("config")
+    def _knobs_in_force(self, config: MergeConfig) -> dict[str, Any]:
+        return config.settled()
 
     def to_json(self) -> str:
         """The report as indented JSON, with λ under the key `lambda`."""

@@ -142,6 +142,16 @@ def always_at_generation_boundary(args: Any) -> bool:
     return args.gradient_accumulation_steps % per_generation == 0
 
 
+def log_metrics(trainer: Any, metrics: Mapping[str, float]) -> None:
+    """Adds metrics to the log: with the next line of the trainer's own where it collects those, else at once."""
+    collected = getattr(trainer, "_metrics", None)
+    if isinstance(collected, Mapping) and "train" in collected:
+        for name, value in metrics.items():
+            collected["train"][name].append(value)
+    else:
+        trainer.log(dict(metrics))
+
+
 def forget_pushed_weights(trainer: Any) -> None:
     """Makes the trainer push its weights to vLLM before the next rollout."""
     if hasattr(trainer, "_last_loaded_step"):

@@ -1,0 +1,251 @@
+"""The callback that merges an agent while a TRL or Transformers trainer trains it: a thin edge over `Member`."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from ram_trl.config import ContinualConfig, MergeConfig
+from ram_trl.export import Exporter
+from ram_trl.hub import Hub, HubError
+from ram_trl.member import Member, MemberState, Met
+from ram_trl.team import Team
+from ram_trl.turns import rest
+from ram_trl.weights import live as trainers
+from ram_trl.weights.live import LiveWeights
+
+logger = logging.getLogger(__name__)
+
+KEY = "ram_trl"
+"""Under which the state travels in a checkpoint's `trainer_state.json`: written with it, in one piece."""
+RESIDUAL_FILE = "ram_residual.safetensors"
+
+
+class RAMCallback(TrainerCallback):
+    """
+    Merges an agent with others through a hub while it trains.
+
+    Every `merge_every` optimizer steps the agent publishes what it changed, waits for the round, and goes on from the
+    new generalist plus what the round did not consume of its own update. Weights change between two rollouts only: a
+    merge that falls inside a rollout buffer waits for its end. If this process dies, the others go on without it;
+    resumed from a checkpoint, it rejoins.
+
+    In `callbacks=[…]` it works with any trainer whose every step makes new rollouts. With rollouts that are used for
+    several steps, use [`attach`], which also makes the metrics reach `report_to`.
+
+    Args:
+        hub (`str` or `Path`):
+            Folder that all jobs of the run share; made if it is not there.
+        agent (`str`):
+            Name of the agent.
+        base (`str` or `Path`):
+            Folder of the checkpoint the model was loaded from.
+        merge_every (`int`):
+            Optimizer steps between merges.
+        config (`MergeConfig`, *optional*):
+            The merge rule; by default RAM+ with our defaults. The same in all jobs.
+        resync (`str`, *optional*, defaults to `"generalist"`):
+            `"generalist"` loads every round; `"none"` only publishes (observe mode).
+        carry (`bool`, *optional*, defaults to `True`):
+            Keep what a round did not consume.
+        wait (`str` or `int`, *optional*, defaults to `"all"`), timeout (`float`, *optional*, defaults to `1800`):
+            When a round closes; see [`ContinualConfig`].
+        agents (`Sequence[str]`, *optional*):
+            Agents that the first round waits for even before they have joined.
+        moments (`str`, *optional*, defaults to `"keep"`):
+            Optimizer moments after loading: `"keep"` or `"reset"`.
+        on_hub_error (`str`, *optional*, defaults to `"skip"`):
+            `"skip"` trains on when the hub cannot be read or written; `"raise"` stops.
+        keep_rounds (`int`, *optional*, defaults to `3`):
+            Generalists to keep in the hub.
+        resume (`bool`, *optional*, defaults to `False`):
+            Allow a name that was in this hub before, without a checkpoint.
+        heartbeat (`float`, *optional*, defaults to `10`), patience (`float`, *optional*, defaults to `120`):
+            Seconds between signs of life, and without one after which others go on.
+
+    Raises:
+        `pydantic.ValidationError`: if an argument is out of range.
+    """
+
+    def __init__(
+        self,
+        hub: str | Path,
+        agent: str,
+        base: str | Path,
+        merge_every: int,
+        config: MergeConfig | None = None,
+        resync: Literal["generalist", "none"] = "generalist",
+        *,
+        carry: bool = True,
+        wait: Literal["all", "available"] | int = "all",
+        timeout: float = 1800,
+        agents: Sequence[str] = (),
+        moments: Literal["keep", "reset"] = "keep",
+        on_hub_error: Literal["skip", "raise"] = "skip",
+        keep_rounds: int = 3,
+        resume: bool = False,
+        heartbeat: float = 10,
+        patience: float = 120,
+    ) -> None:
+        self.hub = Hub(Path(hub))
+        self.agent = agent
+        self.base = Path(base)
+        self.config = ContinualConfig(
+            merge_every=merge_every,
+            merge=config or MergeConfig(),
+            resync=resync,
+            carry=carry,
+            wait=wait,
+            timeout=timeout,
+            agents=tuple(agents),
+            moments=moments,
+            on_hub_error=on_hub_error,
+            keep_rounds=keep_rounds,
+            heartbeat=heartbeat,
+            patience=patience,
+        )
+        self.resume = resume
+        self.trainer: Trainer | None = None
+        self._told_to_wait = False
+
+    # ---- the trainer's events -----------------------------------------------------------------------------------
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if self.trainer is None and not trainers.always_at_generation_boundary(args):
+            raise ValueError(
+                f"agent '{self.agent}': rollouts are used for several optimizer steps here (steps_per_generation × "
+                "num_iterations is larger than gradient_accumulation_steps), and a callback alone cannot tell when "
+                "they end; use ram_trl.attach(trainer, …) in place of callbacks=[…]"
+            )
+        self._team = Team()
+        self._live = LiveWeights(kwargs["model"], self._team)
+        self._exporter = Exporter(self.hub.path, self.base)
+        self._due = False
+        self._member = Member(
+            self.hub, self.agent, self.base, self._live, self.config, export=self._exporter.start, rest=rest
+        )
+        checkpoint = self._from_checkpoint(args, state) if state.global_step else None
+        told = self._member.join(state.global_step, checkpoint, self.resume)
+        if self._team.first:
+            logger.info(told)
+        self._remember(state)
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._due = self._due or state.global_step % self.config.merge_every == 0
+        if not self._due:
+            return
+        if self.trainer is not None and not trainers.at_generation_boundary(self.trainer):
+            if not self._told_to_wait and self._team.first:
+                logger.info(
+                    "agent '%s': the merge of step %d waits for the end of the rollout buffer, and so will later ones",
+                    self.agent, state.global_step,
+                )  # fmt: skip
+            self._told_to_wait = True
+            return
+        self._due = False
+        before = self._member.round
+        met = self._member.meet(state.global_step)
+        if self._member.round != before and not self._member.observes:
+            self._after_loading(kwargs.get("optimizer"))
+        self._remember(state)
+        self._log(met)
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        rounded_off = self._live.rounded_off()
+        if rounded_off and self._team.first:
+            folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+            save_file(dict(rounded_off), folder / RESIDUAL_FILE)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._log(self._member.finish(state.global_step))
+        self._exporter.close()
+
+    # ---- helpers ------------------------------------------------------------------------------------------------
+
+    def _remember(self, state: TrainerState) -> None:
+        """Puts the agent's state where the trainer writes it with every checkpoint."""
+        state.stateful_callbacks.setdefault(KEY, {})[self.agent] = self._member.state().model_dump()
+
+    def _from_checkpoint(self, args: TrainingArguments, state: TrainerState) -> MemberState:
+        held = (state.stateful_callbacks or {}).get(KEY, {}).get(self.agent)
+        if held is None:
+            good = sorted(_checkpoints_with_state(Path(args.output_dir), self.agent))
+            advice = f"the newest that has it is {good[-1][1]}" if good else "none in the output folder has it"
+            raise HubError(
+                f"training resumes at step {state.global_step} from a checkpoint that has no state of agent "
+                f"'{self.agent}' (it was made without RAMCallback, or under another name); {advice}"
+            )
+        if self._live.rounded_off():
+            path = Path(args.output_dir) / f"checkpoint-{state.global_step}" / RESIDUAL_FILE
+            if not path.exists():
+                raise HubError(f"{path} is missing: the checkpoint is not whole, resume from an earlier one")
+            self._live.restore_rounded_off(load_file(path))
+        return MemberState(**held)
+
+    def _after_loading(self, optimizer: torch.optim.Optimizer | None) -> None:
+        if self.config.moments == "reset" and optimizer is not None:
+            trainers.reset_moments(optimizer)
+        if self.trainer is not None:
+            trainers.forget_pushed_weights(self.trainer)
+
+    def _log(self, met: Met) -> None:
+        metrics = {"ram/exchange_mb": met.exchange_mb, "ram/wait_s": met.wait_s, "ram/merge_s": met.merge_s}
+        if met.density is not None:
+            metrics["ram/density"] = met.density
+        if met.round is not None:
+            metrics["ram/round"] = float(met.round)
+        own = (met.report or {}).get("agents", {}).get(self.agent)
+        if met.report is not None and own is not None:
+            numbers = {"ram/rho": own["rho"], "ram/lambda": own["lambda"], "ram/shared": own["shared"]}
+            numbers["ram/sign_conflict"] = met.report["sign_conflict"]
+            metrics |= {name: float(value) for name, value in numbers.items() if value is not None}
+        for warning in (met.report or {}).get("warnings", []) if self._team.first else []:
+            logger.warning("round %s: %s", met.round, warning)
+        if self.trainer is not None:
+            trainers.log_metrics(self.trainer, metrics)
+        elif self._team.first:
+            logger.info("agent '%s': %s", self.agent, metrics)
+
+
+def attach(trainer: Trainer, **arguments: Any) -> RAMCallback:
+    """
+    Adds a [`RAMCallback`] to a trainer and binds the two.
+
+    Bound, the callback knows the trainer's rollout buffer (so rollouts may be used for several steps), its metrics
+    (so they reach `report_to`), and its vLLM engine (so the next rollout uses the new weights).
+
+    Args:
+        trainer ([`~transformers.Trainer`]):
+            Any TRL or Transformers trainer.
+        arguments:
+            As for [`RAMCallback`].
+
+    Returns:
+        [`RAMCallback`]: the callback.
+    """
+    callback = RAMCallback(**arguments)
+    callback.trainer = trainer
+    trainer.add_callback(callback)
+    return callback
+
+
+def _checkpoints_with_state(output: Path, agent: str) -> list[tuple[int, Path]]:
+    found = []
+    for path in output.glob("checkpoint-*/trainer_state.json"):
+        held = json.loads(path.read_text(encoding="utf-8"))
+        if agent in (held.get("stateful_callbacks") or {}).get(KEY, {}):
+            found.append((int(held["global_step"]), path.parent))
+    return found

@@ -1,0 +1,168 @@
+"""
+A round's generalist as a `save_pretrained` folder, made in a process of its own while training goes on.
+
+    python -m ram_trl.export HUB BASE SHARD_SIZE
+
+reads round numbers from standard input, one per line, and exports each, until the input ends.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ram_trl.card import model_card
+from ram_trl.continual import Decision
+from ram_trl.engine import CHUNK
+from ram_trl.files import folder_in_one_piece, read_json
+from ram_trl.hub import Hub
+from ram_trl.offline import SHARD_SIZE, write_like
+from ram_trl.problems import MergeInputError
+from ram_trl.report import MergeReport
+from ram_trl.rounds import Rounds
+from ram_trl.team import Team
+from ram_trl.weights import cut, whole
+from ram_trl.weights.checkpoint import Checkpoint, open_checkpoint
+from ram_trl.weights.sparse import Blocks
+from ram_trl.workers import Workers
+
+logger = logging.getLogger(__name__)
+
+
+class Overlay:
+    """A checkpoint with the tensors of a state in place of its own, as a store."""
+
+    def __init__(self, base: Checkpoint, state: Blocks) -> None:
+        self.aliases = base.aliases
+        self._base = base
+        self._state = state
+        self._trained = set(state.names())
+
+    def names(self) -> list[str]:
+        return self._base.names()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._base.shape(name)
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._base.dtype(name)
+
+    def read(self, name: str, start: int, stop: int) -> Tensor:
+        return (self._state if name in self._trained else self._base).read(name, start, stop)
+
+
+def export_round(hub: Hub, number: int, base: Path, max_shard_size: int | str = SHARD_SIZE) -> Path:
+    """
+    Exports a round and points `latest.json` to it; does nothing if the export is there.
+
+    Args:
+        hub (`Hub`):
+            The hub.
+        number (`int`):
+            The round; its state has to be made.
+        base (`Path`):
+            Folder of the base: dtypes, weights that are not trained, and side files.
+        max_shard_size (`int` or `str`, *optional*):
+            Largest size of one weight file.
+
+    Returns:
+        `Path`: the folder.
+
+    Raises:
+        `MergeInputError`: if the base cannot be read, or an entry overflows the base's dtype.
+        `BlockFileError`, `DamagedFileError`, `OSError`: if the state cannot be read, or the hub not be written.
+    """
+    folder = hub.generalist_folder(number)
+    if not folder.exists():
+        opened = open_checkpoint(base, "base")
+        if opened.problems:
+            raise MergeInputError(opened.problems)
+        store = opened.store
+        overlay = Overlay(store, Rounds(hub, Team(), hub.described()["identity"]).state(number))
+        try:
+            with folder_in_one_piece(folder) as temporary, Workers(1) as workers:
+                write_like(
+                    store,
+                    temporary,
+                    max_shard_size,
+                    lambda write: workers.map(lambda s: write(s, s.of(overlay)), cut(whole(store), CHUNK)),
+                )
+                report = round_report(hub, number)
+                if report is not None:
+                    sources = {p.agent: hub.publication_folder(p.agent, p.sequence) for p in report[0].publications}
+                    merged = report[1].model_copy(update={"base": base, "out": folder, "sources": sources})
+                    (temporary / "merge_report.json").write_text(merged.to_json(), encoding="utf-8")
+                    (temporary / "README.md").write_text(model_card(merged, store.config), encoding="utf-8")
+        except FileExistsError:
+            logger.info("round %d was exported by another process meanwhile", number)
+    hub.point_latest(number)
+    return folder
+
+
+def round_report(hub: Hub, number: int) -> tuple[Decision, MergeReport] | None:
+    """The decision and the report of a round; `None` if the job that made its state died before it wrote them."""
+    try:
+        held = read_json(hub.round_folder(number) / "report.json")
+    except FileNotFoundError:
+        return None
+    return Decision(**held.pop("decision")), MergeReport(**held)
+
+
+class Exporter:
+    """
+    Exports rounds in a process of its own, one after another. If that process dies, the next round starts a new one.
+
+    Args:
+        hub (`Path`):
+            The hub's folder.
+        base (`Path`):
+            Folder of the base.
+        max_shard_size (`str`, *optional*):
+            Largest size of one weight file.
+    """
+
+    def __init__(self, hub: Path, base: Path, max_shard_size: str = SHARD_SIZE) -> None:
+        self._command = [sys.executable, "-m", "ram_trl.export", str(hub), str(base), max_shard_size]
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self, number: int) -> None:
+        """Queues a round."""
+        if self._process is None or self._process.poll() is not None:
+            # Not one of the job's ranks: it must not join its process group, nor take its GPU.
+            environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
+            environment["CUDA_VISIBLE_DEVICES"] = ""
+            self._process = subprocess.Popen(self._command, stdin=subprocess.PIPE, env=environment)
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{number}\n".encode())
+        self._process.stdin.flush()
+
+    def close(self) -> None:
+        """Waits until everything queued is exported."""
+        if self._process is not None and self._process.stdin is not None:
+            self._process.stdin.close()
+            if self._process.wait():
+                logger.warning("exporting a generalist failed; see the messages above")
+            self._process = None
+
+
+def main() -> int:
+    """Exports the rounds named on standard input; the exit code tells whether all went well."""
+    hub, base, max_shard_size = Hub(Path(sys.argv[1])), Path(sys.argv[2]), sys.argv[3]
+    failed = False
+    for line in sys.stdin:
+        try:
+            export_round(hub, int(line), base, max_shard_size)
+        except (ValueError, OSError) as error:  # a round that cannot be exported must not keep others from it
+            print(f"ram_trl: round {line.strip()} was not exported: {error}", file=sys.stderr, flush=True)
+            failed = True
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
