@@ -122,6 +122,31 @@ def demo_command(
         _stop(error)
 
 
+@app.command("status")
+def status_command(
+    hub: Annotated[Path, typer.Argument(help="Folder of the hub.")],
+    watching: Annotated[bool, typer.Option("--watch", help="Keep showing it until all agents are done.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
+    every: Annotated[float, typer.Option(help="--watch: seconds between two looks.")] = 2.0,
+    patience: Annotated[float, typer.Option(help="--watch: an agent without a heartbeat this long is silent.")] = 60.0,
+) -> None:
+    """Show who trains in a hub, and what came of the rounds."""
+    from ram_trl.hub import Hub
+    from ram_trl.status import hub_status, show_status, watch
+
+    try:
+        if watching:
+            watch(Hub(hub), Console(), every, patience)
+        elif as_json:
+            print(hub_status(Hub(hub)).model_dump_json(indent=2))
+        else:
+            Console().print(show_status(hub_status(Hub(hub))))
+    except (RuntimeError, ValueError, OSError) as error:
+        _stop(error)
+    except KeyboardInterrupt:
+        raise typer.Exit(0) from None
+
+
 def _settled(
     file: Path | None,
     given: Mapping[str, Any],
