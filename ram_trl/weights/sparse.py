@@ -127,11 +127,11 @@ class BlockWriter:
             count = int(np.count_nonzero(mask))
             if count == len(span):
                 kind, content = DENSE, bits.tobytes()
-            elif 16 * count < len(span):
-                positions = np.flatnonzero(mask)
-                kind, content = POSITIONS, bits[positions].tobytes() + positions.astype(np.uint16).tobytes()
             else:
-                kind, content = BITMAP, bits[mask].tobytes() + np.packbits(mask).tobytes()
+                positions = np.flatnonzero(mask)
+                kind = POSITIONS if 16 * count < len(span) else BITMAP
+                places = positions.astype(np.uint16) if kind == POSITIONS else np.packbits(mask)
+                content = bits[positions].tobytes() + places.tobytes()
         checksum = zlib.crc32(content)
         row = (self._ids[span.name], span.start, len(span), kind, count, self._size, len(content), checksum)
         self._rows.append(row)
@@ -245,8 +245,8 @@ class BlockFile:
         elif row[KIND] == BITMAP:
             mask = np.unpackbits(places, count=length).view(bool)
             before = int(np.count_nonzero(mask[:low]))
-            inside = mask[low:high]
-            target[inside] = values[before : before + int(np.count_nonzero(inside))]
+            inside = np.flatnonzero(mask[low:high])  # several times faster to index with than the mask
+            target[inside] = values[before : before + len(inside)]
         else:
             positions = places.view(np.uint16)
             first, last = np.searchsorted(positions, [low, high])
