@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import (
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 
 from ram_trl.config import ContinualConfig, MergeConfig
+from ram_trl.evaluate import Scorer
 from ram_trl.export import Exporter
 from ram_trl.hub import Hub, HubError
 from ram_trl.member import Member, MemberState, Met
@@ -65,6 +74,8 @@ class RAMCallback(TrainerCallback):
             `"skip"` trains on when the hub cannot be read or written; `"raise"` stops.
         keep_rounds (`int`, *optional*, defaults to `3`):
             Generalists to keep in the hub.
+        scorer (`Scorer`, *optional*):
+            Scores every new generalist on this agent's task; logged as `ram/eval/<task>`.
         resume (`bool`, *optional*, defaults to `False`):
             Allow a name that was in this hub before, without a checkpoint.
         heartbeat (`float`, *optional*, defaults to `10`), patience (`float`, *optional*, defaults to `120`):
@@ -90,6 +101,7 @@ class RAMCallback(TrainerCallback):
         moments: Literal["keep", "reset"] = "keep",
         on_hub_error: Literal["skip", "raise"] = "skip",
         keep_rounds: int = 3,
+        scorer: Scorer | None = None,
         resume: bool = False,
         heartbeat: float = 10,
         patience: float = 120,
@@ -111,6 +123,7 @@ class RAMCallback(TrainerCallback):
             heartbeat=heartbeat,
             patience=patience,
         )
+        self.scorer = scorer
         self.resume = resume
         self.trainer: Trainer | None = None
         self._told_to_wait = False
@@ -159,7 +172,7 @@ class RAMCallback(TrainerCallback):
         if self._member.round != before and not self._member.observes:
             self._after_loading(kwargs.get("optimizer"))
         self._remember(state)
-        self._log(met)
+        self._log(met, self._scored(met, kwargs["model"], kwargs["processing_class"]))
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         rounded_off = self._live.rounded_off()
@@ -201,8 +214,18 @@ class RAMCallback(TrainerCallback):
         if self.trainer is not None:
             trainers.forget_pushed_weights(self.trainer)
 
-    def _log(self, met: Met) -> None:
+    def _scored(self, met: Met, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[str, float]:
+        scorer = self.scorer
+        if scorer is None or met.round is None:
+            return {}
+        score = self._member.as_generalist(lambda: scorer.score(model, tokenizer))
+        if self._team.first:
+            self._member.note_score(scorer.task, score)
+        return {f"ram/eval/{scorer.task}": score}
+
+    def _log(self, met: Met, scores: Mapping[str, float] | None = None) -> None:
         metrics = {"ram/exchange_mb": met.exchange_mb, "ram/wait_s": met.wait_s, "ram/merge_s": met.merge_s}
+        metrics |= scores or {}
         if met.density is not None:
             metrics["ram/density"] = met.density
         if met.round is not None:

@@ -596,6 +596,25 @@ class Member:
 
         self._team.together(compare)
 
+    def as_generalist(self, work: Callable[[], float]) -> float:
+        """
+        Runs `work` with the weights set to the newest state, then puts the agent's own back, to the bit.
+
+        Needs memory for a float32 copy of what this rank holds, on the CPU.
+        """
+        state = self._team.together(lambda: self._rounds.state(self.round))
+        kept = {span: self._live.read(span.name, span.start, span.stop) for span in cut(self._live.held(), BLOCK)}
+        self._overwrite(lambda span: span.of(state))
+        try:
+            return work()
+        finally:
+            self._overwrite(lambda span: kept[span])
+
+    def note_score(self, task: str, score: float) -> None:
+        """Writes the score of the newest generalist to the hub, for the status. Rank 0 alone."""
+        path = self.hub.round_folder(self.round) / f"score-{self.agent}.json"
+        write_json(path, {"task": task, "score": score}, durable=False)
+
     # ---- the end ------------------------------------------------------------------------------------------------
 
     def finish(self, step: int) -> Met:

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from ram_trl.continual import ages
 from ram_trl.export import round_report
-from ram_trl.files import DamagedFileError
+from ram_trl.files import DamagedFileError, read_json
 from ram_trl.hub import Hub, Watch
 
 
@@ -36,6 +36,7 @@ class RoundStatus(BaseModel):
     density: dict[str, float]
     lambda_: dict[str, float | None]
     sign_conflict: float | None
+    scores: dict[str, float]
     exported: bool
 
 
@@ -100,8 +101,14 @@ def _round(hub: Hub, number: int) -> RoundStatus:
         density={name: agent.density for name, agent in agents.items()},
         lambda_={name: agent.lambda_ for name, agent in agents.items()},
         sign_conflict=told[1].sign_conflict if told else None,
+        scores=_scores(hub, number),
         exported=hub.generalist_folder(number).exists(),
     )
+
+
+def _scores(hub: Hub, number: int) -> dict[str, float]:
+    held = [read_json(path) for path in sorted(hub.round_folder(number).glob("score-*.json"))]
+    return {score["task"]: score["score"] for score in held}
 
 
 def show_status(status: HubStatus, last: int = 10) -> RenderableType:
@@ -113,6 +120,7 @@ def show_status(status: HubStatus, last: int = 10) -> RenderableType:
         agents.add_row(agent.name, agent.state, str(agent.step), str(agent.round), str(agent.publication or "-"))
     rounds = Table("round", "agents (age)", "density", "lambda", box=box.SIMPLE_HEAD)
     rounds.add_column("sign conflict", justify="right")
+    rounds.add_column("scores")
     rounds.add_column("exported")
     for row in status.rounds[-last:]:
         rounds.add_row(
@@ -121,6 +129,7 @@ def show_status(status: HubStatus, last: int = 10) -> RenderableType:
             ", ".join(f"{density:.1%}" for density in row.density.values()),
             ", ".join("-" if value is None else f"{value:.3f}" for value in row.lambda_.values()),
             "-" if row.sign_conflict is None else f"{row.sign_conflict:.1%}",
+            ", ".join(f"{task} {score:.3g}" for task, score in row.scores.items()) or "-",
             ("latest" if row.round == status.latest else "yes") if row.exported else "no",
         )
     return Group(agents, rounds)

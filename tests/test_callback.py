@@ -16,8 +16,10 @@ from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer, SFTConfig, SFT
 
 import ram_trl
 from ram_trl import MergeConfig
+from ram_trl.evaluate import Scorer
 from ram_trl.hub import Hub, HubError
 from ram_trl.rounds import Rounds
+from ram_trl.status import hub_status
 from ram_trl.team import Team
 from ram_trl.turns import take_turns
 from tests import models
@@ -333,3 +335,35 @@ def test_a_second_run_over_an_old_hub_needs_resume(base, tmp_path):
     with pytest.raises(HubError, match=r"agent 'tool' has been in .* before"):
         run()
     run(resume=True)
+
+
+def test_every_generalist_is_scored_and_training_does_not_notice(base, tmp_path):
+    class Watched(Scorer):
+        """Keeps the weights it was asked to score."""
+
+        def score(self, model, tokenizer):
+            seen.append({n: p.detach().clone() for n, p in model.named_parameters()})
+            return super().score(model, tokenizer)
+
+    def run(out: Path, scorer: Scorer | None):
+        trainer = trainer_of("tool", base, out)
+        ram = QUICK | {"agents": ()}
+        ram_trl.attach(
+            trainer, hub=out / "hub", agent="tool", base=base, merge_every=2, keep_rounds=99, scorer=scorer, **ram
+        )
+        trainer.train()
+        return trainer
+
+    seen: list[dict[str, torch.Tensor]] = []
+    scorer = Watched("letters", ["ab", "cd", "e"], letters_of("tool"), max_new_tokens=4, batch_size=2)
+    scored, plain = run(tmp_path / "scored", scorer), run(tmp_path / "plain", None)
+    generalists = states(tmp_path / "scored" / "hub")
+    assert len(seen) == 3
+    for weights, generalist in zip(seen, generalists[1:4], strict=True):
+        assert all(torch.equal(weights[n], generalist[n]) for n in generalist)
+    logged = [entry["ram/eval/letters"] for entry in scored.state.log_history if "ram/eval/letters" in entry]
+    assert len(logged) == 3
+    status = hub_status(Hub(tmp_path / "scored" / "hub"))
+    assert [row.scores for row in status.rounds[:3]] == [{"letters": score} for score in logged]
+    for name, parameter in plain.model.named_parameters():
+        assert torch.equal(parameter, scored.model.get_parameter(name))
