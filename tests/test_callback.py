@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import Dataset
+from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer, SFTConfig, SFTTrainer
 
@@ -22,6 +23,7 @@ from ram_trl.rounds import Rounds
 from ram_trl.status import hub_status
 from ram_trl.team import Team
 from ram_trl.turns import take_turns
+from ram_trl.weights.live import LayoutError, LiveWeights
 from tests import models
 
 QUICK = {"heartbeat": 0.2, "patience": 30, "timeout": 60, "agents": ("code", "tool"), "on_hub_error": "raise"}
@@ -367,3 +369,59 @@ def test_every_generalist_is_scored_and_training_does_not_notice(base, tmp_path)
     assert [row.scores for row in status.rounds[:3]] == [{"letters": score} for score in logged]
     for name, parameter in plain.model.named_parameters():
         assert torch.equal(parameter, scored.model.get_parameter(name))
+
+
+def test_the_next_rollout_pushes_the_merged_weights(base, tmp_path):
+    """TRL pushes weights to vLLM once per global step; after a merge the tag must not say "pushed already"."""
+    tags = []
+
+    class Pushed(TrainerCallback):
+        def __init__(self, trainer) -> None:
+            self.trainer = trainer
+
+        def on_step_end(self, args, state, control, **kwargs):
+            tags.append(self.trainer._last_loaded_step)
+            self.trainer._last_loaded_step = state.global_step  # as an evaluation at this step would
+
+    trainer = trainer_of("tool", base, tmp_path)
+    trainer._last_loaded_step = 0
+    ram = QUICK | {"agents": ()}
+    ram_trl.attach(trainer, hub=tmp_path / "hub", agent="tool", base=base, merge_every=2, **ram)
+    trainer.add_callback(Pushed(trainer))
+    trainer.train()
+    assert tags == [0, -1, 2, -1, 4, -1]
+
+
+@pytest.mark.parametrize("restore", [False, True])
+def test_resuming_works_whether_or_not_the_trainer_restores_callbacks(base, tmp_path, restore):
+    """With the option on, transformers builds new callback objects; ours must be neither lost nor doubled."""
+
+    def run(steps: int, checkpoint: str | None):
+        trainer = trainer_of(
+            "tool", base, tmp_path, max_steps=steps, save_strategy="steps", save_steps=2,
+            restore_callback_states_from_checkpoint=restore,
+        )  # fmt: skip
+        ram = QUICK | {"agents": ()}
+        ram_trl.attach(trainer, hub=tmp_path / "hub", agent="tool", base=base, merge_every=2, keep_rounds=99, **ram)
+        trainer.train(resume_from_checkpoint=checkpoint)
+
+    run(4, None)
+    before = len(Hub(tmp_path / "hub").decisions())
+    run(8, str(tmp_path / "tool" / "checkpoint-4"))
+    steps = [d.publications[0].step for d in Hub(tmp_path / "hub").decisions()]
+    assert steps[before:] == [6, 8, 8]
+
+
+def test_rotating_checkpoints_leaves_the_generalists_alone(base, tmp_path):
+    training = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 1}
+    together(base, tmp_path, training=training)
+    hub = Hub(tmp_path / "hub")
+    assert len(list((tmp_path / "tool").glob("checkpoint-*"))) == 1
+    assert all(hub.generalist_folder(number).exists() for number in (1, 2, 3, 4))
+
+
+def test_adapters_are_refused_before_training(base, tmp_path):
+    trainer = trainer_of("tool", base, tmp_path)
+    trainer.model = get_peft_model(trainer.model, LoraConfig(target_modules=["q_proj"]))
+    with pytest.raises(LayoutError, match=r"peft adapters .*lora_"):
+        LiveWeights(trainer.model, Team())

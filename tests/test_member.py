@@ -7,6 +7,7 @@ import tempfile
 import zlib
 from pathlib import Path
 
+import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -157,15 +158,29 @@ OPERATIONS = st.lists(
 )
 
 
-@given(
-    operations=OPERATIONS,
-    criterion=st.sampled_from(sorted(CRITERIA)),
-    carry=st.booleans(),
-    observe=st.booleans(),
-)
+CASES = {
+    "operations": OPERATIONS,
+    "criterion": st.sampled_from(sorted(CRITERIA)),
+    "carry": st.booleans(),
+    "observe": st.booleans(),
+}
+
+
+@given(**CASES)
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 def test_any_schedule_matches_the_simulator_bit_for_bit(operations, criterion, carry, observe):
     """Missed rounds, late joiners, uneven steps, restarts at every point."""
+    run_schedule(operations, criterion, carry, observe)
+
+
+@pytest.mark.slow
+@given(**CASES)
+@settings(max_examples=2000, deadline=None, suppress_health_check=list(HealthCheck))
+def test_thousands_of_schedules_match_the_simulator_bit_for_bit(operations, criterion, carry, observe):
+    run_schedule(operations, criterion, carry, observe)
+
+
+def run_schedule(operations: list[tuple[str, str]], criterion: str, carry: bool, observe: bool) -> None:
     with tempfile.TemporaryDirectory() as folder:
         world = World(Path(folder), criterion, carry, observe)
         world.join("tool")
