@@ -17,20 +17,20 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
+from ram_trl.closing import Closer
 from ram_trl.config import ContinualConfig
-from ram_trl.continual import Decision, Publication, ages, consumable, last_consumed, loaded, restart
+from ram_trl.continual import Decision, Publication, ages, last_consumed, loaded, restart
 from ram_trl.criterion import active_mask
 from ram_trl.digest import Digest
 from ram_trl.engine import make_plan
 from ram_trl.files import DamagedFileError, read_json, write_json
-from ram_trl.hub import Heartbeat, Hub, HubError, Watch
+from ram_trl.founding import compare_with_base, write_base_state
+from ram_trl.hub import Heartbeat, Hub, HubError
 from ram_trl.plan import Counts
-from ram_trl.problems import MergeInputError
 from ram_trl.rounds import Rounds, write_folder
-from ram_trl.weights import Span, Store, cut, entries
-from ram_trl.weights.checkpoint import open_checkpoint
+from ram_trl.weights import Span, Store, cut
 from ram_trl.weights.live import LiveWeights
-from ram_trl.weights.sparse import BLOCK, BlockFileError, Blocks, BlockWriter, blocks
+from ram_trl.weights.sparse import BLOCK, Blocks, BlockWriter, blocks
 from ram_trl.workers import Workers
 
 logger = logging.getLogger(__name__)
@@ -136,11 +136,9 @@ class Member:
         self._export = export
         self._rest = rest
         self._team = live.team
-        self._watch = Watch(hub, config.patience)
         self._heartbeat: Heartbeat | None = None
-        self._refused: set[tuple[str, int]] = set()
-        self._good: set[tuple[str, int]] = set()
         self._rounds: Rounds
+        self._closer: Closer
 
     @property
     def observes(self) -> bool:
@@ -177,7 +175,7 @@ class Member:
             `HubError`: if the hub is another run's, or the agent's name is taken.
             `MergeInputError`: if the weights are not the base's, naming tensors and both values.
         """
-        rounded, fingerprint = self._compare_with_base(checkpoint is not None)
+        rounded, fingerprint = compare_with_base(self._live, self._base, self.agent, checkpoint is not None)
         identity = {
             "shapes": {name: list(self._live.shape(name)) for name in self._live.names()},
             "base": fingerprint,
@@ -195,7 +193,8 @@ class Member:
         described = self._team.share(self._team.together(enter))
         self.run_id = described["run_id"]
         self._rounds = Rounds(self.hub, self._team, described["identity"])
-        self._write_base_state(described["founding"]["rounded"])
+        self._closer = Closer(self.hub, self._rounds, self.agent, self._config)
+        write_base_state(self._live, self._base, self.hub, described["founding"]["rounded"])
         told = self._load_on_joining(checkpoint)
         self._tell(step)
         return told
@@ -214,72 +213,6 @@ class Member:
         self._heartbeat = Heartbeat(self.hub, self.agent, self._config.heartbeat)
         self._heartbeat.start()
         self.hub.unfinish(self.agent)
-
-    def _compare_with_base(self, trained: bool) -> tuple[bool, dict[str, str]]:
-        """Whether the weights are the base's rounded to bf16, and the base's fingerprint by tensor."""
-        opened = self._team.together(lambda: open_checkpoint(self._base, "base"))
-        base = opened.store
-        problems = list(opened.problems)
-        held = set(base.names())
-        missing = [name for name in self._live.names() if name not in held]
-        if missing:
-            told = ", ".join(f"'{name}'" for name in missing[:5]) + (", …" if len(missing) > 5 else "")
-            raise HubError(
-                f"the model trains {told}, which the base {self._base} does not have under that name; the base has to "
-                "be the checkpoint that the model was loaded from, and of an architecture whose tensors have the same "
-                "names in memory as on disk"
-            )
-        exact = rounded = True
-        first = ""
-        digest = Digest(self._live.names())
-
-        def compare() -> None:
-            nonlocal exact, rounded, first
-            if problems:
-                raise MergeInputError(problems)
-            for name in self._live.names():
-                if base.shape(name) != self._live.shape(name):
-                    raise HubError(
-                        f"'{name}' has shape {list(self._live.shape(name))} in the model and "
-                        f"{list(base.shape(name))} in the base {self._base}"
-                    )
-            for span in cut(self._live.owned(), BLOCK):
-                want, have = span.of(base), self._live.read(span.name, span.start, span.stop)
-                digest.add(span, want)
-                if trained:
-                    continue
-                same = torch.equal(want, have)
-                near = torch.equal(want.to(torch.bfloat16).to(torch.float32), have)
-                if not (same or near) and not first:
-                    at = int((want != have).nonzero()[0])
-                    values = f"{float(have[at])!r}, the base's {float(want[at])!r}"
-                    first = f"entry {span.start + at} of '{span.name}' is {values}"
-                exact, rounded = exact and same, rounded and near
-
-        self._team.together(compare)
-        verdicts = self._team.collect((exact, rounded, first, digest.share()))
-        exact, rounded = all(v[0] for v in verdicts), all(v[1] for v in verdicts)
-        if not (exact or rounded):
-            told = next((v[2] for v in verdicts if v[2]), "some tensors are rounded to bfloat16 and others are not")
-            raise HubError(
-                f"agent '{self.agent}' does not start from the base {self._base}: {told}. Load the model from the "
-                "base, or resume from a checkpoint of this run"
-            )
-        shares = [v[3] for rank, v in enumerate(verdicts) if rank != self._team.rank]
-        return not exact, digest.sums(shares)
-
-    def _write_base_state(self, rounded: bool) -> None:
-        folder = self.hub.state_folder(0)
-        if self._team.share(folder.exists()):
-            return
-        base = open_checkpoint(self._base, "base").store
-
-        def write(writer: BlockWriter) -> None:
-            for span in blocks(self._live.owned()):
-                values = span.of(base)
-                writer.add(span, values.to(torch.bfloat16).to(torch.float32) if rounded else values)
-
-        write_folder(self._team, folder, {"round": 0}, dict.fromkeys(self._live.names(), torch.float32), write)
 
     def _load_on_joining(self, checkpoint: MemberState | None) -> str:
         decisions = self._decisions()
@@ -410,7 +343,7 @@ class Member:
         met.report = self._round_report(met.round)
         if closed and self._team.first:
             self._export(met.round)
-            living = self._watch.alive([name for name in self.hub.agents() if not self.hub.is_done(name)])
+            living = self._closer.watch.alive([name for name in self.hub.agents() if not self.hub.is_done(name)])
             self.hub.sweep(self._config.keep_rounds, living)
 
     # ---- closing rounds -----------------------------------------------------------------------------------------
@@ -433,7 +366,7 @@ class Member:
             if len(decisions) > self.round:
                 return "decided"
             late = time.monotonic() > deadline
-            if self._close_if_ready(decisions, late):
+            if self._closer.close(decisions, late):
                 return "closed"
             if late:
                 return "nothing"
@@ -451,69 +384,11 @@ class Member:
             `bool`: whether a round was closed by this call.
         """
         closed = self._team.share(
-            self._team.together(lambda: self._team.first and self._close_if_ready(self.hub.decisions(), late))
+            self._team.together(lambda: self._team.first and self._closer.close(self.hub.decisions(), late))
         )
         if closed:
             self._made_state(self._decisions(), closer=True)
         return closed
-
-    def _close_if_ready(self, decisions: list[Decision], late: bool) -> bool:
-        """Rank 0 makes the next decision if the wait policy is met, or if it is `late` and there is anything."""
-        ready = self._consumable(decisions)
-        names = {head.agent for head in ready}
-        if self.observes:
-            # What stood in the last round may stand again, but alone it is no reason for a new one.
-            before = {(p.agent, p.sequence) for p in decisions[-1].publications} if decisions else set()
-            names = {head.agent for head in ready if (head.agent, head.sequence) not in before}
-        missing = [agent for agent in self._expected() if agent not in names]
-        wait = self._config.wait
-        enough = len(names) >= wait if isinstance(wait, int) else wait == "available" or not missing
-        if not names or not (enough or late):
-            return False
-        if not enough:
-            told = ", ".join(missing) or "more agents"
-            logger.warning("agent '%s' closes round %d without %s", self.agent, len(decisions) + 1, told)
-        return self.hub.decide(Decision(round=len(decisions) + 1, publications=tuple(ready)))
-
-    def _expected(self) -> list[str]:
-        """Agents a round waits for: alive, not done; those named in the config even before they join."""
-        joined = self.hub.agents()
-        running = [agent for agent in joined if not self.hub.is_done(agent)]
-        return sorted({*self._watch.alive(running), *(set(self._config.agents) - set(joined))})
-
-    def _consumable(self, decisions: list[Decision]) -> list[Publication]:
-        """What the next round may take, checked; what cannot be trusted is refused by name and left out."""
-        heads = []
-        for agent in self.hub.agents():
-            try:
-                head = self.hub.newest_publication(agent)
-            except (DamagedFileError, OSError) as error:
-                self._refuse(agent, 0, error)
-                continue
-            if head is not None:
-                heads.append(head)
-        return [head for head in consumable(heads, decisions, self._config.resync) if self._trusted(head)]
-
-    def _trusted(self, head: Publication) -> bool:
-        key = (head.agent, head.sequence)
-        if key in self._good or key in self._refused:
-            return key in self._good
-        try:
-            store = self._rounds.publication(head)
-            for name in store.names():
-                for span in cut([Span(name, 0, entries(store, name))], BLOCK):
-                    if not torch.isfinite(span.of(store)).all():
-                        raise BlockFileError(f"'{name}' holds NaN or Inf within entries {span.start}-{span.stop}")
-        except (DamagedFileError, BlockFileError, OSError) as error:
-            self._refuse(*key, error)
-            return False
-        self._good.add(key)
-        return True
-
-    def _refuse(self, agent: str, sequence: int, error: Exception) -> None:
-        if (agent, sequence) not in self._refused:
-            logger.warning("agent '%s': its publication is refused, rounds go on without it: %s", agent, error)
-        self._refused.add((agent, sequence))
 
     def _made_state(self, decisions: list[Decision], closer: bool = False) -> Blocks:
         """The newest state; waits for the job that closed the round to make it, or makes it in its place."""
@@ -627,7 +502,7 @@ class Member:
             counts, size = self.publish(step)
             met = Met(published=True, density=int(counts.active[0]) / counts.entries, exchange_mb=size / 1e6)
             self._team.together(lambda: self.hub.finish(self.agent, step) if self._team.first else None)
-            if self._team.share(self._team.first and self._closes_the_last()):
+            if self._team.share(self._team.first and self._closer.close_the_last()):
                 decisions = self._decisions()
                 self._made_state(decisions, closer=True)
                 met.round = len(decisions)
@@ -642,16 +517,6 @@ class Member:
             self._tell(step)
             self.leave()
         return met
-
-    def _closes_the_last(self) -> bool:
-        if not all(self.hub.is_done(agent) for agent in {*self.hub.agents(), *self._config.agents}):
-            return False
-        decisions = self.hub.decisions()
-        ready = self._consumable(decisions)
-        before = {(p.agent, p.sequence) for d in decisions[-1:] for p in d.publications}
-        if all((head.agent, head.sequence) in before for head in ready):
-            return False
-        return self.hub.decide(Decision(round=len(decisions) + 1, publications=tuple(ready)))
 
     def leave(self) -> None:
         """Stops the heartbeat. Not collective."""
