@@ -40,6 +40,7 @@ class Closer:
         self._config = config
         self._good: set[tuple[str, int]] = set()
         self._refused: set[tuple[str, int]] = set()
+        self._told: set[tuple[str, int]] = set()
 
     def close(self, decisions: list[Decision], late: bool) -> bool:
         """Makes the next decision if the wait policy is met, or if it is `late` and there is anything to merge."""
@@ -95,9 +96,11 @@ class Closer:
         return True
 
     def _refuse(self, agent: str, sequence: int, error: Exception) -> None:
-        if (agent, sequence) not in self._refused:
+        if (agent, sequence) not in self._told:
             logger.warning("agent '%s': its publication is refused, rounds go on without it: %s", agent, error)
-        self._refused.add((agent, sequence))
+        self._told.add((agent, sequence))
+        if not isinstance(error, OSError):  # a file system may come back, a damaged file does not
+            self._refused.add((agent, sequence))
 
     def close_the_last(self) -> bool:
         """Makes a final decision if all agents are done and something is left to merge."""

@@ -12,7 +12,8 @@ import torch
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 # A DeepSpeed build that was killed leaves a lock that hangs all later ones; no two sessions share the folder.
-os.environ["TORCH_EXTENSIONS_DIR"] = tempfile.mkdtemp(prefix="torch-extensions-")
+_extensions = tempfile.TemporaryDirectory(prefix="torch-extensions-")  # removed when the session ends
+os.environ["TORCH_EXTENSIONS_DIR"] = _extensions.name
 torch.set_num_threads(1)
 
 from tests import models  # noqa: E402  (after the environment is set)
