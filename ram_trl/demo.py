@@ -1,7 +1,8 @@
 """The demo: a base made on the spot, an agent per task trained by TRL's GRPOTrainer, their merges, one table.
 
-A recipe flows in; a folder flows out, with the models of the first seed, a report and two figures. Everything that
-is measured is measured on prompts that nothing was trained or tuned on.
+Agents are merged twice: once they are trained, by every rule of the recipe, and while they train, through a hub.
+A recipe flows in; a folder flows out, with the models of the first seed, its hub, a report and figures. Everything in
+the table is measured on prompts that nothing was trained or tuned on.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -39,17 +41,37 @@ from transformers import (
 )
 from trl import GRPOConfig, GRPOTrainer
 
+from ram_trl.callback import attach
 from ram_trl.config import MergeConfig
-from ram_trl.demo_report import Choice, DemoReport, Scores, SeedScores, Tuning, markdown, plot, show
+from ram_trl.demo_report import Choice, DemoReport, RoundScores, Scores, SeedScores, Tuning, markdown, plot, show
 from ram_trl.engine import merge_state_dicts
 from ram_trl.evaluate import ScoreRow, accuracies
+from ram_trl.export import round_report
+from ram_trl.hub import Hub
 from ram_trl.offline import merge
-from ram_trl.recipe import AgentSection, BaseMaker, Progress, Recipe, Task, load_function, load_recipe
+from ram_trl.recipe import (
+    AgentSection,
+    BaseMaker,
+    ContinualRow,
+    Progress,
+    Recipe,
+    Task,
+    load_function,
+    load_recipe,
+)
 from ram_trl.report import MergeReport
+from ram_trl.rounds import Rounds
+from ram_trl.team import Team
+from ram_trl.turns import take_turns
+from ram_trl.weights import entries
 
 MARKER = ".ram-trl-demo"
-OWN = ("base", "agents", "generalist", "report.md", "report.json", "scores.png", "overlap.png")
+OWN = ("base", "agents", "generalist", "hub", "report.md", "report.json", "scores.png", "overlap.png", "rounds.png")
 """What the demo writes into its folder, and so what it replaces there."""
+
+FOREVER = 1e9
+"""Seconds. Agents of one process cannot lose each other, so no round of the demo ever closes for a clock's sake."""
+ALL_ROUNDS = 1_000_000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +96,8 @@ class _SeedRun:
     scores: dict[str, Scores] = dataclasses.field(default_factory=dict)
     choices: dict[str, Choice] = dataclasses.field(default_factory=dict)
     merges: dict[str, MergeReport] = dataclasses.field(default_factory=dict)
+    dev: dict[str, Scores] = dataclasses.field(default_factory=dict)
+    rounds: dict[str, list[RoundScores]] = dataclasses.field(default_factory=dict)
 
 
 class _Stopwatch:
@@ -97,8 +121,9 @@ def run_demo(recipe: Path, out: Path, seeds: int, fast: bool, console: Console) 
         recipe (`Path`):
             The recipe's YAML file.
         out (`Path`):
-            Folder to write: `base`, `agents/…` and `generalist` (models of the first seed), `report.md`,
-            `report.json`, `scores.png`, `overlap.png`. A folder of an earlier demo is written over.
+            Folder to write: `base`, `agents/…` and `generalist` (models of the first seed), `hub` (of the recipe's
+            first continual run), `report.md`, `report.json`, `scores.png`, `overlap.png`, `rounds.png`. A folder of an
+            earlier demo is written over.
         seeds (`int`):
             How many times to run everything, with seeds 0, 1, …
         fast (`bool`):
@@ -122,7 +147,7 @@ def run_demo(recipe: Path, out: Path, seeds: int, fast: bool, console: Console) 
         runs = []
         for seed in range(seeds):
             with _bars(console) as bars:
-                run = _run_seed(lab, seed, bars, f"seed {seed} · " if seeds > 1 else "", watch)
+                run = _run_seed(lab, seed, out, bars, f"seed {seed} · " if seeds > 1 else "", watch)
             if seed == 0:
                 with watch("generalist"):
                     _save_models(run, lab.recipe.merge.config, out)
@@ -156,35 +181,95 @@ def _open_lab(path: Path, fast: bool) -> _Lab:
     )
 
 
-def _run_seed(lab: _Lab, seed: int, bars: Bars, prefix: str, watch: _Stopwatch) -> _SeedRun:
+def _run_seed(lab: _Lab, seed: int, out: Path, bars: Bars, prefix: str, watch: _Stopwatch) -> _SeedRun:
+    """Seed 0 is the one that leaves a hub in `out`, and whose rounds are scored."""
     agents = {agent.name: agent for agent in lab.recipe.agents}
-    phases = ["base", *(f"agent {name}" for name in agents), "merge and score"]
+    runs = {row.name: row for row in lab.recipe.runs}
+    phases = ["base", *(f"agent {name}" for name in agents), "merge and score", *runs]
+    if seed == 0 and runs:
+        phases.append("score rounds")
     advance = {phase: _bar(bars, prefix + phase) for phase in phases}
     with watch("base"), _flushed_denormals():
         base, tokenizer = lab.make_base(seed=seed, progress=advance["base"], **lab.recipe.base.args)
     run = _SeedRun(seed, base, tokenizer)
+    if seed == 0:
+        _save(base, tokenizer, out / "base")
     for name, agent in agents.items():
         with watch(f"agent {name}"), _flushed_denormals():
             run.agents[name] = _train(agent, lab.tasks[name], run, advance[f"agent {name}"])
     with watch("merge and score"):
         _compare(lab, run, advance["merge and score"])
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        start = out / "base" if seed == 0 else folder / "base"
+        if seed != 0:
+            _save(base, tokenizer, start)
+        hubs = {name: Hub(folder / f"hub-{number}") for number, name in enumerate(runs)}
+        for name, row in runs.items():
+            with watch(name), _flushed_denormals():
+                _train_continually(lab, run, row, start, hubs[name].path, advance[name])
+            with watch("merge and score"):
+                run.scores[name] = _scores_of_newest(lab, run, hubs[name])
+        if seed == 0 and runs:
+            with watch("score rounds"):
+                _score_rounds(lab, run, hubs, advance["score rounds"])
+            shutil.move(next(iter(hubs.values())).path, out / "hub")
     return run
 
 
 def _train(agent: AgentSection, task: Task, run: _SeedRun, progress: Progress) -> PreTrainedModel:
-    model = copy.deepcopy(run.base)
     with tempfile.TemporaryDirectory() as folder:
-        trainer = GRPOTrainer(
-            model=model,
-            reward_funcs=task.rewards,
-            args=_grpo_config(agent, run.seed, Path(folder)),
-            train_dataset=task.train,
-            processing_class=run.tokenizer,
-            callbacks=[_StepProgress(progress)],
-        )
-        trainer.remove_callback(PrinterCallback)
+        trainer = _trainer(agent, task, run, Path(folder), progress)
         trainer.train()
-    return model
+    return trainer.model
+
+
+def _train_continually(lab: _Lab, run: _SeedRun, row: ContinualRow, base: Path, hub: Path, progress: Progress) -> None:
+    """Train all agents as [`_train`] does, in turns, merging through a hub; the outcome is in the hub."""
+    section = lab.recipe.continual
+    assert section is not None
+    agents = {agent.name: agent for agent in lab.recipe.agents}
+    steps = dict.fromkeys(agents, 0)
+    planned = {name: _grpo_config(agent, run.seed, base).max_steps for name, agent in agents.items()}
+
+    def work(name: str) -> None:
+        def advance(done: int, total: int) -> None:
+            steps[name], planned[name] = done, total
+            progress(sum(steps.values()), sum(planned.values()))
+
+        with tempfile.TemporaryDirectory() as folder:
+            trainer = _trainer(agents[name], lab.tasks[name], run, Path(folder), advance)
+            attach(
+                trainer,
+                hub=hub,
+                agent=name,
+                base=base,
+                merge_every=section.merge_every,
+                config=lab.recipe.merge.config,
+                carry=row.carry,
+                agents=tuple(agents),
+                on_hub_error="raise",
+                # Every round is scored, so none may be swept.
+                keep_rounds=ALL_ROUNDS,
+                timeout=FOREVER,
+                patience=FOREVER,
+            )
+            trainer.train()
+
+    take_turns({name: partial(work, name) for name in agents})
+
+
+def _trainer(agent: AgentSection, task: Task, run: _SeedRun, folder: Path, progress: Progress) -> GRPOTrainer:
+    trainer = GRPOTrainer(
+        model=copy.deepcopy(run.base),
+        reward_funcs=task.rewards,
+        args=_grpo_config(agent, run.seed, folder),
+        train_dataset=task.train,
+        processing_class=copy.deepcopy(run.tokenizer),
+        callbacks=[_StepProgress(progress)],
+    )
+    trainer.remove_callback(PrinterCallback)
+    return trainer
 
 
 class _StepProgress(TrainerCallback):
@@ -227,6 +312,8 @@ def _compare(lab: _Lab, run: _SeedRun, progress: Progress) -> None:
     states = {name: agent.state_dict() for name, agent in run.agents.items()}
     merged = copy.deepcopy(run.base)
     done, total = 0, 1 + len(states) + sum(len(row.candidates()) + bool(row.tune) for row in lab.recipe.rows)
+    if run.seed == 0 and lab.recipe.runs:
+        total += len(lab.recipe.rows)
 
     def score(model: PreTrainedModel, rows: Mapping[str, list[ScoreRow]]) -> Scores:
         nonlocal done
@@ -255,15 +342,57 @@ def _compare(lab: _Lab, run: _SeedRun, progress: Progress) -> None:
             config = row.candidates()[best][1]
         run.merges[row.name] = combine(config)
         run.scores[row.name] = score(merged, lab.test)
+        if run.seed == 0 and lab.recipe.runs:
+            run.dev[row.name] = score(merged, lab.dev)
+
+
+def _scores_of_newest(lab: _Lab, run: _SeedRun, hub: Hub) -> Scores:
+    """Scores of a hub's last generalist on the test split."""
+    return accuracies(_generalist(run, hub, len(hub.decisions())), run.tokenizer, lab.test)
+
+
+def _score_rounds(lab: _Lab, run: _SeedRun, hubs: Mapping[str, Hub], progress: Progress) -> None:
+    """Score every round of every hub on the dev split, and read what the round's report counted."""
+    rounds = [(name, d.round) for name, hub in hubs.items() for d in hub.decisions()]
+    run.dev["base"] = accuracies(run.base, run.tokenizer, lab.dev)
+    for done, (name, number) in enumerate(rounds, 1):
+        told = round_report(hubs[name], number)
+        assert told is not None
+        report = told[1]
+        agents = {agent.name: report.agents[agent.name] for agent in lab.recipe.agents if agent.name in report.agents}
+        row = RoundScores(
+            round=number,
+            scores=accuracies(_generalist(run, hubs[name], number), run.tokenizer, lab.dev),
+            density={agent: found.density for agent, found in agents.items()},
+            lambda_={agent: found.lambda_ for agent, found in agents.items()},
+            shared={agent: found.shared / found.active if found.active else None for agent, found in agents.items()},
+            sign_conflict=report.sign_conflict,
+        )
+        run.rounds.setdefault(name, []).append(row)
+        progress(done, len(rounds))
+
+
+def _generalist(run: _SeedRun, hub: Hub, number: int) -> PreTrainedModel:
+    """The generalist of a round in fp32, as the hub's state has it."""
+    state = Rounds(hub, Team(), hub.described()["identity"]).state(number)
+    model = copy.deepcopy(run.base)
+    for name in state.names():
+        parameter = model.get_parameter(name)
+        parameter.data.copy_(state.read(name, 0, entries(state, name)).view_as(parameter))
+    return model
 
 
 def _save_models(run: _SeedRun, config: MergeConfig, out: Path) -> None:
-    """Save base and agents as folders, and merge those folders into the generalist's."""
+    """Save agents as folders beside the base's, and merge those folders into the generalist's."""
     folders = {name: out / "agents" / name for name in run.agents}
-    for folder, model in [(out / "base", run.base), *((folders[name], run.agents[name]) for name in folders)]:
-        model.save_pretrained(folder)
-        run.tokenizer.save_pretrained(folder)
+    for name, folder in folders.items():
+        _save(run.agents[name], run.tokenizer, folder)
     merge(out / "base", folders, out / "generalist", config)
+
+
+def _save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
 
 
 def _summary(recipe: Recipe, path: Path, fast: bool, runs: list[_SeedRun]) -> DemoReport:
@@ -286,6 +415,8 @@ def _summary(recipe: Recipe, path: Path, fast: bool, runs: list[_SeedRun]) -> De
             if row.tune
         },
         overlap={agent.name: agents[agent.name] for agent in recipe.agents},
+        dev=first.dev,
+        rounds=first.rounds,
         warnings={name: report.warnings for name, report in first.merges.items() if report.warnings},
         seconds={},
         fast=fast,
@@ -343,8 +474,9 @@ def _flushed_denormals() -> Iterator[None]:
     """
     Flush denormal numbers to zero, for training only: Adam's moments decay into denormals, which are very slow.
 
-    Merging must not run in here, it would lose small updates. Threads inherit the setting from the one that starts
-    them, so none may be started in here that lives on; with [`_one_thread`] none are.
+    Merging would lose small updates in here, unless it keeps denormals for itself as [`~ram_trl.workers.Workers`]
+    does. Threads inherit the setting from the one that starts them, so none may be started in here that lives on; with
+    [`_one_thread`] none are, and agents that take turns end in here.
     """
     torch.set_flush_denormal(True)
     try:

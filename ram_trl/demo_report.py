@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pydantic import BaseModel
+from pydantic import AliasChoices, BaseModel, Field
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from ram_trl.config import METHOD_KNOBS
-from ram_trl.plots import plot_overlap, plot_scores
+from ram_trl.plots import RoundPoint, plot_overlap, plot_rounds, plot_scores
 from ram_trl.recipe import MergeRow, Recipe
 from ram_trl.report import AgentReport
 
@@ -42,6 +42,33 @@ class Tuning(BaseModel):
     per_seed: list[Choice]
 
 
+class RoundScores(BaseModel):
+    """
+    A round of a continual run.
+
+    Args:
+        round (`int`):
+            Its number, from 1. The last one holds what agents published when they had ended.
+        scores (`dict[str, float]`):
+            Of the round's generalist on the dev split.
+        density, lambda_ (`dict[str, float]`):
+            By agent, as in the hub's report of the round.
+        shared (`dict[str, float]`):
+            By agent, the share of its active entries that others changed too; `None` if nothing was active.
+        sign_conflict (`float`, *optional*):
+            Share of the shared entries where agents pull in opposite directions.
+    """
+
+    round: int
+    scores: Scores
+    density: dict[str, float]
+    lambda_: dict[str, float | None] = Field(
+        validation_alias=AliasChoices("lambda", "lambda_"), serialization_alias="lambda"
+    )
+    shared: dict[str, float | None]
+    sign_conflict: float | None
+
+
 class DemoReport(BaseModel):
     """
     What a demo found.
@@ -57,6 +84,10 @@ class DemoReport(BaseModel):
             The tuned rows.
         overlap (`dict[str, AgentReport]`):
             How the agents of the first seed overlap in the generalist's merge.
+        dev (`dict[str, dict[str, float]]`):
+            Scores of the base and the merges of the first seed on the dev split, to compare rounds with.
+        rounds (`dict[str, list[RoundScores]]`):
+            The rounds of the first seed's continual runs.
         warnings (`dict[str, list[str]]`):
             What the merges of the first seed warned about, by row.
         seconds (`dict[str, float]`):
@@ -76,6 +107,8 @@ class DemoReport(BaseModel):
     per_seed: list[SeedScores]
     tuned: dict[str, Tuning]
     overlap: dict[str, AgentReport]
+    dev: dict[str, Scores]
+    rounds: dict[str, list[RoundScores]]
     warnings: dict[str, list[str]]
     seconds: dict[str, float]
     fast: bool
@@ -90,17 +123,40 @@ def plot(report: DemoReport, out: Path) -> None:
         counted += f", mean and standard deviation of {len(report.per_seed)} seeds"
     plot_scores(report.models, out / "scores.png", report.std, title=f"Greedy accuracy on {counted}")
     plot_overlap(report.overlap, out / "overlap.png")
+    if report.rounds:
+        best = _best_merge_on_dev(report)
+        points = {
+            name: [RoundPoint(r.round, r.scores, r.density, r.shared, _lambdas(r)) for r in rounds]
+            for name, rounds in report.rounds.items()
+        }
+        start, mark = report.dev["base"], (best, report.dev[best]["average"])
+        plot_rounds(points, out / "rounds.png", start, mark, title=f"Round by round, on {_dev_prompts(report)}")
+
+
+def _lambdas(found: RoundScores) -> dict[str, float | None]:
+    """λ by agent, without those of agents that had nothing to rescale."""
+    return {agent: value if found.density[agent] else None for agent, value in found.lambda_.items()}
+
+
+def _best_merge_on_dev(report: DemoReport) -> str:
+    return max((row.name for row in report.settings.rows), key=lambda name: report.dev[name]["average"])
+
+
+def _dev_prompts(report: DemoReport) -> str:
+    return f"{report.settings.scoring.dev} dev prompts per task, first seed"
 
 
 def markdown(report: DemoReport) -> str:
     """The report for people: the table, what stands out in it, how rows were tuned, how the agents overlap."""
     columns = list(report.models["base"])
-    rows = {row.name: row for row in report.settings.rows}
+    how = {row.name: _described(row) for row in report.settings.rows} | _runs_described(report.settings)
     seeds = len(report.per_seed)
     lines = [
         "# ram-trl demo",
         "",
-        f"One tiny base, {len(report.overlap)} agents trained from it by GRPO, and their merges (`{report.recipe}`). "
+        f"One tiny base, {len(report.overlap)} agents trained from it by GRPO, and their merges"
+        + (", made once they are trained or while they train" if report.rounds else "")
+        + f" (`{report.recipe}`). "
         f"Exact greedy accuracy in percent on {report.settings.scoring.test} test prompts per task"
         + (f"; mean ± sample standard deviation of {seeds} seeds." if seeds > 1 else "; one seed."),
         "",
@@ -113,8 +169,7 @@ def markdown(report: DemoReport) -> str:
         cells = [_cell(report, name, column) for column in columns]
         if scores["average"] == best:
             cells[-1] = f"**{cells[-1]}**"
-        how = _described(rows[name]) if name in rows else ""
-        lines.append(f"| {name} | {' | '.join(cells)} | {how} |")
+        lines.append(f"| {name} | {' | '.join(cells)} | {how.get(name, '')} |")
     lines += ["", "![Scores of every model](scores.png)", "", "## What the table says", ""]
     lines += [f"- {sentence}" for sentence in _findings(report)]
     lines += ["", "## Overlap of the agents", ""]
@@ -124,6 +179,8 @@ def markdown(report: DemoReport) -> str:
         rho, lambda_ = (("–" if x is None else f"{x:.3f}") for x in (agent.rho, agent.lambda_))
         lines.append(f"| {name} | {agent.density:.1%} | {agent.unique} | {agent.shared} | {rho} | {lambda_} |")
     lines += ["", "![Overlap of the agents](overlap.png)", ""]
+    if report.rounds:
+        lines += _rounds_described(report)
     if report.warnings:
         lines += ["Warnings of the merges:", ""]
         lines += [f"- {sentence} ({', '.join(names)})" for sentence, names in _by_sentence(report).items()] + [""]
@@ -131,6 +188,43 @@ def markdown(report: DemoReport) -> str:
     versions = ", ".join(f"{name} {number}" for name, number in report.versions.items())
     lines += ["## Run", "", f"- Time: {times}.", f"- Versions: {versions}.", "- Settings: see `report.json`.", ""]
     return "\n".join(lines)
+
+
+def _runs_described(settings: Recipe) -> dict[str, str]:
+    """What each continual run does, by name."""
+    if settings.continual is None:
+        return {}
+    told = f"{settings.merge.name} while training, every {settings.continual.merge_every} steps, "
+    return {
+        row.name: told + ("the unconsumed carried on" if row.carry else "the unconsumed dropped")
+        for row in settings.runs
+    }
+
+
+def _rounds_described(report: DemoReport) -> list[str]:
+    lines = [
+        "## Rounds of the continual runs",
+        "",
+        f"Scores on {_dev_prompts(report)}. In the last round agents hand in what they have left at the end.",
+        "",
+    ]
+    columns, agents = list(report.models["base"]), list(report.overlap)
+    for name, rounds in report.rounds.items():
+        lines += [f"| {name} | {' | '.join(columns)} | shared ({', '.join(agents)}) | λ | sign conflict |"]
+        lines += [f"|--:|{'--:|' * len(columns)}---|---|--:|"]
+        for found in rounds:
+            scores = " | ".join(f"{found.scores[column]:.1f}" for column in columns)
+            shared = " ".join(_known(found.shared.get(agent), ".0%") for agent in agents)
+            lambdas = " ".join(_known(_lambdas(found).get(agent), ".3f") for agent in agents)
+            conflict = _known(found.sign_conflict, ".0%")
+            lines += [f"| {found.round} | {scores} | {shared} | {lambdas} | {conflict} |"]
+        lines += [""]
+    hub = f"The hub of {report.settings.runs[0].name} is in `hub`: `ram-trl status hub`."
+    return [*lines, "![Rounds of the continual runs](rounds.png)", "", hub, ""]
+
+
+def _known(value: float | None, form: str) -> str:
+    return "–" if value is None else format(value, form)
 
 
 def _findings(report: DemoReport) -> list[str]:
@@ -153,6 +247,12 @@ def _findings(report: DemoReport) -> list[str]:
             lead = mean - models[row.name]["average"]
             told = "above" if lead >= 0 else "below"
             sentences.append(f"{generalist} is {abs(lead):.1f} points {told} plain averaging.")
+    merges = {row.name: models[row.name]["average"] for row in report.settings.rows}
+    rival = max(merges, key=lambda name: merges[name])
+    for run in report.settings.runs:
+        lead = models[run.name]["average"] - merges[rival]
+        told = "above" if lead >= 0 else "below"
+        sentences.append(f"{run.name} is {abs(lead):.1f} points {told} {rival}, the best merge of trained agents.")
     if report.tuned:
         told = f"{generalist} is not tuned at all; these have the benefit of tuning on dev prompts"
         sentences.append(f"{told}: {_tuning(report)}.")
@@ -208,7 +308,7 @@ def show(report: DemoReport, out: Path, console: Console) -> None:
     for column in columns:
         table.add_column(column, justify="right", no_wrap=True)
     best = _best_average(report)
-    last_of_a_kind = {"base", f"agent:{list(report.overlap)[-1]}"}
+    last_of_a_kind = {"base", f"agent:{list(report.overlap)[-1]}", report.settings.merge.name}
     for name, scores in report.models.items():
         cells = [Text(_cell(report, name, column)) for column in columns]
         if scores["average"] == best:
@@ -218,5 +318,6 @@ def show(report: DemoReport, out: Path, console: Console) -> None:
     for sentence in _findings(report):
         console.print(Text(sentence))
     console.print()
-    for name in ("report.md", "report.json", "scores.png", "overlap.png", "generalist"):
+    of_rounds = ["rounds.png", "hub"] if report.rounds else []
+    for name in ("report.md", "report.json", "scores.png", "overlap.png", *of_rounds, "generalist"):
         console.print(Text(str(out / name)), soft_wrap=True)

@@ -1,13 +1,14 @@
-"""Figures of a comparison: how models score on every task, and how the agents' changes overlap.
+"""Figures of a comparison: how models score on every task, how the agents' changes overlap, how rounds went.
 
-Both write a PNG and nothing else; they use matplotlib's objects directly, so no global figure state is touched. The
+Each writes a PNG and nothing else; they use matplotlib's objects directly, so no global figure state is touched. The
 colours are those of Okabe and Ito, which colour-blind readers can tell apart.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import cycle, islice
 from pathlib import Path
 
@@ -20,6 +21,8 @@ from ram_trl.report import AgentReport
 TASK_COLOURS = ("#56B4E9", "#E69F00", "#009E73", "#CC79A7", "#0072B2", "#F0E442")
 STRONG = "#333333"
 UNIQUE, SHARED, INACTIVE = "#0072B2", "#E69F00", "#E3E3E3"
+
+MARKERS = "os^Dv"
 
 DPI = 120
 LABEL_POINTS = 27
@@ -107,6 +110,92 @@ def plot_overlap(
     figure.savefig(path)
 
 
+@dataclass(frozen=True)
+class RoundPoint:
+    """A round of a continual run: scores by task and `average`; density, shared share and λ by agent, where known."""
+
+    round: int
+    scores: Mapping[str, float]
+    density: Mapping[str, float | None]
+    shared: Mapping[str, float | None]
+    lambda_: Mapping[str, float | None]
+
+
+def plot_rounds(
+    runs: Mapping[str, Sequence[RoundPoint]],
+    path: Path,
+    base: Mapping[str, float],
+    mark: tuple[str, float],
+    title: str = "Round by round",
+) -> None:
+    """
+    Write three panels per continual run, side by side: scores over rounds, density and shared share, λ.
+
+    Args:
+        runs (`Mapping[str, Sequence[RoundPoint]]`):
+            The rounds of every run, by the run's name.
+        path (`Path`):
+            The PNG to write.
+        base (`Mapping[str, float]`):
+            Scores of the base, drawn as round 0. Its tasks are the agents' names, and give them colours in all panels.
+        mark (`tuple[str, float]`):
+            Name and average of a model to compare with, drawn as a dashed line.
+        title (`str`, *optional*):
+            Title of the figure.
+    """
+    figure = Figure(figsize=(12.5, 0.7 + 3.1 * len(runs)), dpi=DPI, layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle(title, x=0.01, ha="left", fontsize=13, fontweight="bold")
+    grid = figure.subplots(len(runs), 3, squeeze=False, sharex=True, sharey="col")
+    for (scores, overlap, rescale), (name, points) in zip(grid, runs.items(), strict=True):
+        _draw_scores(scores, points, base, mark)
+        scores.set_title(f"{name}: scores", loc="left", fontsize=11)
+        overlap.set_title(f"{name}: active and shared entries", loc="left", fontsize=11)
+        rescale.set_title(f"{name}: λ", loc="left", fontsize=11)
+        for at, agent in enumerate(task for task in base if task != "average"):
+            _draw_agent(overlap, points, [p.density.get(agent) for p in points], at, 100, ":", None)
+            _draw_agent(overlap, points, [p.shared.get(agent) for p in points], at, 100, "-", agent)
+            _draw_agent(rescale, points, [p.lambda_.get(agent) for p in points], at, 1, "-", agent)
+        rescale.ticklabel_format(axis="y", useOffset=False)
+        overlap.set_ylim(0, 100)
+        overlap.set_ylabel("%")
+        overlap.plot([], [], ":", color=STRONG, label="density (of all entries)")
+        overlap.plot([], [], "-", color=STRONG, label="shared (of the active)")
+        for axes in (scores, overlap, rescale):
+            axes.spines[["top", "right"]].set_visible(False)
+            axes.grid(axis="y", color="#E6E6E6", zorder=0)
+            axes.xaxis.get_major_locator().set_params(integer=True)
+    for axes in grid[-1]:
+        axes.set_xlabel("round")
+    for axes in grid[0]:
+        axes.legend(fontsize=8, frameon=False, ncols=2)
+    figure.savefig(path)
+
+
+def _draw_scores(axes: Axes, points: Sequence[RoundPoint], base: Mapping[str, float], mark: tuple[str, float]) -> None:
+    rounds = [0, *(point.round for point in points)]
+    colours = [*islice(cycle(TASK_COLOURS), len(base) - 1), STRONG]
+    for at, (column, colour) in enumerate(zip(base, colours, strict=True)):
+        heights = [base[column], *(point.scores[column] for point in points)]
+        width = 2.6 if colour == STRONG else 1.4
+        axes.plot(rounds, heights, marker=MARKERS[at % len(MARKERS)], ms=4, lw=width, color=colour, label=column)
+    axes.axhline(mark[1], color=STRONG, ls="--", lw=1.2, label=f"{mark[0]}, one-shot", zorder=1)
+    axes.set_ylim(0, 103)
+    axes.set_ylabel("answered exactly (%)")
+
+
+def _draw_agent(
+    axes: Axes, points: Sequence[RoundPoint], values: Sequence[float | None], at: int, scale: float, line: str,
+    label: str | None,
+) -> None:  # fmt: skip
+    """A line per agent; the first is the widest, so that lines on top of each other can all be seen."""
+    known = [(point.round, scale * value) for point, value in zip(points, values, strict=True) if value is not None]
+    colour, marker = TASK_COLOURS[at % len(TASK_COLOURS)], MARKERS[at % len(MARKERS)]
+    width = max(1.2, 4.2 - 1.5 * at)
+    x, y = [number for number, _ in known], [value for _, value in known]
+    axes.plot(x, y, line, marker=marker, ms=4 + width, lw=width, color=colour, label=label, zorder=2 + at)
+
+
 def _canvas(width: float, height: float) -> tuple[Figure, Axes]:
     figure = Figure(figsize=(width, height), dpi=DPI, layout="constrained")
     FigureCanvasAgg(figure)
@@ -133,5 +222,5 @@ def _label_agent(axes: Axes, row: int, agent: AgentReport) -> None:
 
 
 def _broken(name: str) -> str:
-    """A model's name in short lines: broken after `:` and `_`, and before `@`."""
-    return re.sub(r"(?<=[:_])|(?=@)", "\n", name)
+    """A model's name in short lines: broken after `:` and `_`, before `@`, and at hyphens between words."""
+    return re.sub(r"(?<=[:_])|(?=@)|(?<=[a-z]-)(?=[a-z])", "\n", name)

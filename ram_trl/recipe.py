@@ -164,12 +164,35 @@ class MergeRow(_Section):
         return [(knobs, _merge_config(written, knobs)) for knobs in combinations]
 
 
+class ContinualRow(_Section):
+    """A continual run: its name in tables, and whether agents keep what a round did not consume of their updates."""
+
+    name: str = Field(min_length=1)
+    carry: bool = True
+
+
+class ContinualSection(_Section):
+    """
+    Merging while agents train, by the rule of the recipe's `merge`.
+
+    Args:
+        merge_every (`int`):
+            Optimizer steps between merges.
+        rows (`list[ContinualRow]`):
+            The runs. The hub of the first one is kept.
+    """
+
+    merge_every: int = Field(ge=1)
+    rows: list[ContinualRow] = Field(min_length=1)
+
+
 class FastSection(_Section):
-    """What `--fast` changes: single arguments of the base, of every agent's trainer, and of the scoring."""
+    """What `--fast` changes: single arguments of the base, of every agent's trainer, of scoring and merging."""
 
     base: dict[str, Any] = Field(default_factory=dict)
     trainer: dict[str, Any] = Field(default_factory=dict)
     scoring: dict[str, int] = Field(default_factory=dict)
+    continual: dict[str, int] = Field(default_factory=dict)
 
 
 class Recipe(_Section):
@@ -187,6 +210,8 @@ class Recipe(_Section):
             The merge that makes the generalist. It is never tuned.
         compare (`list[MergeRow]`, *optional*):
             The merges it is compared with.
+        continual ([`ContinualSection`], *optional*):
+            The same agents trained again, merging while they train.
         fast ([`FastSection`], *optional*):
             What a quick test run changes.
     """
@@ -196,6 +221,7 @@ class Recipe(_Section):
     scoring: ScoringSection
     merge: MergeRow
     compare: list[MergeRow] = Field(default_factory=list)
+    continual: ContinualSection | None = None
     fast: FastSection = Field(default_factory=FastSection)
 
     @model_validator(mode="after")
@@ -204,28 +230,42 @@ class Recipe(_Section):
         for name in agents:
             if agents.count(name) > 1:
                 raise ValueError(f"two agents are called '{name}'; give each its own name")
-        models = ["base", *(f"agent:{name}" for name in agents), *(row.name for row in self.rows)]
+        models = [
+            "base",
+            *(f"agent:{name}" for name in agents),
+            *(row.name for row in self.rows),
+            *(run.name for run in self.runs),
+        ]
         for name in models:
             if models.count(name) > 1:
                 raise ValueError(f"two models of the comparison are called '{name}'; give each merge its own name")
         if "average" in agents:
             raise ValueError("an agent is called 'average', which is the column of the mean over tasks; rename it")
+        if self.fast.continual and self.continual is None:
+            raise ValueError("fast.continual changes the section continual, which the recipe does not have")
         if self.merge.tune:
             raise ValueError("merge has a tune grid; the generalist is not tuned, tune rows of compare instead")
         return self
 
     @property
     def rows(self) -> list[MergeRow]:
-        """All merges, the generalist's last."""
+        """All merges of the trained agents, the generalist's last."""
         return [*self.compare, self.merge]
+
+    @property
+    def runs(self) -> list[ContinualRow]:
+        """All continual runs."""
+        return self.continual.rows if self.continual else []
 
     def quick(self) -> Recipe:
         """This recipe with what its `fast` section changes."""
+        continual = self.continual
         return self.model_copy(
             update={
                 "base": self.base.model_copy(update={"args": self.base.args | self.fast.base}),
                 "agents": [a.model_copy(update={"args": a.args | self.fast.trainer}) for a in self.agents],
                 "scoring": ScoringSection(**(self.scoring.model_dump() | self.fast.scoring)),
+                "continual": continual and ContinualSection(**(continual.model_dump() | self.fast.continual)),
             }
         )
 

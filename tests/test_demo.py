@@ -22,15 +22,23 @@ from rich.console import Console
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from ram_trl import demo
+from ram_trl.callback import attach
 from ram_trl.config import MergeConfig
 from ram_trl.demo import DemoReport, run_demo
 from ram_trl.engine import merge_state_dicts
 from ram_trl.evaluate import accuracies
+from ram_trl.export import round_report
+from ram_trl.hub import Hub
 from ram_trl.recipe import RECIPES, load_function, load_recipe
+from ram_trl.rounds import Rounds
+from ram_trl.team import Team
+from ram_trl.weights import entries
 
 TASKS = ["tool", "code", "mem"]
 MERGES = ["average", "task_arithmetic@1.0", "task_arithmetic@0.7", "ties", "dare", "ram@1e-5", "ram+"]
-NAMES = ["base", *(f"agent:{task}" for task in TASKS), *MERGES]
+RUNS = ["continual", "continual-drop"]
+NAMES = ["base", *(f"agent:{task}" for task in TASKS), *MERGES, *RUNS]
 
 
 def process_state() -> dict[str, object]:
@@ -72,6 +80,10 @@ def test_scores_are_those_of_the_saved_models_on_the_test_split(fast) -> None:
     out, report, _, _ = fast
     rows = {name: load_function(f"tasks/{name}.py:{name}", RECIPES)().rows("test", 40) for name in TASKS}
     folders = {"base": out / "base", "ram+": out / "generalist"}
+    # The base is in float32, so the export of a round is its state, to the bit.
+    hub = Hub(out / "hub")
+    assert hub.latest() == 3
+    folders["continual"] = hub.generalist_folder(3)
     folders |= {f"agent:{name}": out / "agents" / name for name in TASKS}
     for name, folder in folders.items():
         model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
@@ -97,6 +109,28 @@ def test_every_agent_was_trained(fast) -> None:
     assert written["lambda"] == pytest.approx(1 + 0.2 * min(written["rho"], 1.0))
 
 
+def test_every_round_is_scored_on_dev_and_accounted_for(fast) -> None:
+    out, report, _, _ = fast
+    hub = Hub(out / "hub")
+    assert list(report.rounds) == RUNS
+    # Two rounds of three steps, and one for what agents carry at the end.
+    assert [[found.round for found in rounds] for rounds in report.rounds.values()] == [[1, 2, 3]] * 2
+    rows = {name: load_function(f"tasks/{name}.py:{name}", RECIPES)().rows("dev", 20) for name in TASKS}
+    for found in report.rounds["continual"]:
+        model = AutoModelForCausalLM.from_pretrained(hub.generalist_folder(found.round))
+        assert accuracies(model, AutoTokenizer.from_pretrained(out / "base"), rows) == found.scores
+        told = round_report(hub, found.round)
+        assert told is not None
+        assert list(found.density) == list(found.lambda_) == list(found.shared) == TASKS
+        for name, agent in told[1].agents.items():
+            assert (found.density[name], found.lambda_[name]) == (agent.density, agent.lambda_)
+            assert found.shared[name] == (agent.shared / agent.active if agent.active else None)
+        assert found.sign_conflict == told[1].sign_conflict
+    written = json.loads((out / "report.json").read_text())["rounds"]["continual"][0]
+    assert list(written) == ["round", "scores", "density", "lambda", "shared", "sign_conflict"]
+    assert list(report.dev) == [*MERGES, "base"]
+
+
 def test_only_ties_and_dare_are_tuned_and_on_dev(fast) -> None:
     _, report, _, _ = fast
     assert list(report.tuned) == ["ties", "dare"]
@@ -119,8 +153,8 @@ def test_the_table_and_then_the_paths_are_printed(fast) -> None:
     for name, scores in report.models.items():
         line = next(line for line in printed.splitlines() if line.split()[:1] == [name] and "/" not in line)
         assert line.split()[-4:] == [f"{scores[column]:.1f}" for column in (*TASKS, "average")]
-    names = ["report.md", "report.json", "scores.png", "overlap.png", "generalist"]
-    assert printed.split()[-5:] == [str(out / name) for name in names]
+    names = ["report.md", "report.json", "scores.png", "overlap.png", "rounds.png", "hub", "generalist"]
+    assert printed.split()[-7:] == [str(out / name) for name in names]
     assert all((out / name).exists() for name in names)
     assert "Warning" not in printed
 
@@ -131,6 +165,8 @@ def test_the_markdown_says_what_was_tuned_and_what_was_not(fast) -> None:
     assert "ram+ is not tuned at all" in text
     assert f"ties (scale {report.tuned['ties'].per_seed[0].chosen['scale']:g} out of 0.5, 0.7, 1, 1.4, 2)" in text
     assert all(f"| {name} |" in text for name in NAMES)
+    assert "| ram+ while training, every 3 steps, the unconsumed dropped |" in text
+    assert "](rounds.png)" in text
     assert "its numbers mean nothing" in text
 
 
@@ -166,6 +202,7 @@ def own_recipe(tmp_path: Path) -> Path:
         "scoring": {"dev": 20, "test": 20},
         "merge": {"name": "mine", "top": 0.3},
         "compare": [{"name": "dare", "method": "dare", "tune": {"drop": [0.2, 0.8]}}],
+        "continual": {"merge_every": 1, "rows": [{"name": "while-training"}]},
     }
     (tmp_path / "recipe" / "own.yaml").write_text(yaml.safe_dump(recipe))
     return tmp_path / "recipe" / "own.yaml"
@@ -176,7 +213,8 @@ def test_a_seed_gives_the_same_bits_every_time_and_std_is_over_seeds(own_recipe:
     console = Console(file=StringIO())
     several = run_demo(own_recipe, out, seeds=2, fast=False, console=console)
     weights = {path: path.read_bytes() for path in out.rglob("*.safetensors")}
-    assert len(weights) == 4
+    # Base, two agents, generalist; of the hub the base and three rounds as states, three exports, publications.
+    assert len(weights) == 4 + 4 + 3 + len(list((out / "hub" / "agents").rglob("*.safetensors")))
 
     # Over the folder of the first, with the random numbers somewhere else.
     torch.rand(7), random.random()
@@ -184,6 +222,7 @@ def test_a_seed_gives_the_same_bits_every_time_and_std_is_over_seeds(own_recipe:
     assert {path: path.read_bytes() for path in out.rglob("*.safetensors")} == weights
     assert again.per_seed == several.per_seed[:1]
     assert again.overlap == several.overlap
+    assert again.rounds == several.rounds
     assert all(agent.active for agent in again.overlap.values())
 
     first, second = (scores.models for scores in several.per_seed)
@@ -195,6 +234,42 @@ def test_a_seed_gives_the_same_bits_every_time_and_std_is_over_seeds(own_recipe:
             assert several.std[name][column] == pytest.approx(stdev(pair))
     assert [choice.seed for choice in several.tuned["dare"].per_seed] == [0, 1]
     assert load_recipe(own_recipe).merge.config == MergeConfig(top=0.3)
+
+
+def test_rounds_merge_as_if_nothing_was_flushed_in_training(
+    own_recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Hub, "sweep", lambda self, keep, living: None)  # publications stay, to be merged again here
+    run_demo(own_recipe, tmp_path / "out", seeds=1, fast=False, console=Console(file=StringIO()))
+    hub = Hub(tmp_path / "out" / "hub")
+    rounds = Rounds(hub, Team(), hub.described()["identity"])
+
+    def whole(store) -> dict[str, torch.Tensor]:
+        return {name: store.read(name, 0, entries(store, name)).view(store.shape(name)) for name in store.names()}
+
+    assert len(hub.decisions()) == 3
+    for decision in hub.decisions():
+        published = {p.agent: whole(rounds.publication(p)) for p in decision.publications}
+        merged, _ = merge_state_dicts(whole(rounds.state(decision.round - 1)), published, rounds.config)
+        made = whole(rounds.state(decision.round))
+        assert all(torch.equal(merged[name], made[name]) for name in made), decision.round
+
+
+def test_agents_that_only_observe_are_the_agents_trained_alone(own_recipe: Path, tmp_path: Path, monkeypatch) -> None:
+    """Same seeds, data and random numbers: what continual agents do otherwise is due to merging alone."""
+    trainers = {}
+
+    def observe(trainer, **arguments) -> None:
+        trainers[arguments["agent"]] = trainer
+        attach(trainer, **arguments, resync="none")
+
+    monkeypatch.setattr(demo, "attach", observe)
+    out = tmp_path / "out"
+    run_demo(own_recipe, out, seeds=1, fast=False, console=Console(file=StringIO()))
+    for name, trainer in trainers.items():
+        seen, alone = trainer.model.state_dict(), load_file(out / "agents" / name / "model.safetensors")
+        assert all(torch.equal(seen[tensor], alone[tensor]) for tensor in alone), name
+    assert sorted(trainers) == ["first", "second"]
 
 
 def test_a_folder_that_is_not_a_demos_is_refused_before_any_work(own_recipe: Path, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from ram_trl.config import MergeConfig
-from ram_trl.recipe import RECIPES, MergeRow, Recipe, load_function, load_recipe
+from ram_trl.recipe import RECIPES, ContinualRow, ContinualSection, MergeRow, Recipe, load_function, load_recipe
 
 SMALL: dict[str, Any] = {
     "base": {"make": "tasks/base.py:make", "args": {"steps": 100, "rate": 1}},
@@ -24,6 +24,9 @@ SMALL: dict[str, Any] = {
     "compare": [{"name": "ties", "method": "ties", "tune": {"scale": [0.5, 1]}}],
     "fast": {"base": {"steps": 3}, "trainer": {"max_steps": 2}, "scoring": {"test": 5}},
 }
+
+
+CONTINUAL: dict[str, Any] = {"merge_every": 6, "rows": [{"name": "on"}, {"name": "off", "carry": False}]}
 
 
 def written(folder: Path, **changes: Any) -> Path:
@@ -43,6 +46,18 @@ def test_the_shipped_recipe_holds_the_promised_rows() -> None:
     assert all(set(rows[name].tune) == {"scale"} for name in ("ties", "dare"))
 
 
+def test_the_shipped_recipe_merges_continually_in_ten_equal_rounds_at_a_constant_rate() -> None:
+    recipe = load_recipe(RECIPES / "demo.yaml")
+    assert recipe.runs == [ContinualRow(name="continual"), ContinualRow(name="continual-drop", carry=False)]
+    assert recipe.continual is not None
+    for agent in recipe.agents:
+        assert agent.args["max_steps"] == 10 * recipe.continual.merge_every
+        assert agent.args["lr_scheduler_type"] == "constant"
+    quick = recipe.quick()
+    assert quick.continual is not None
+    assert quick.agents[0].args["max_steps"] == 2 * quick.continual.merge_every
+
+
 def test_fast_changes_single_values_and_nothing_else(tmp_path: Path) -> None:
     recipe = load_recipe(written(tmp_path))
     quick = recipe.quick()
@@ -51,6 +66,20 @@ def test_fast_changes_single_values_and_nothing_else(tmp_path: Path) -> None:
     assert (quick.scoring.dev, quick.scoring.test) == (40, 5)
     assert quick.rows == recipe.rows
     assert recipe.base.args == {"steps": 100, "rate": 1}
+
+
+def test_a_recipe_needs_no_continual_section(tmp_path: Path) -> None:
+    recipe = load_recipe(written(tmp_path))
+    assert recipe.continual is None
+    assert recipe.runs == []
+    assert recipe.quick().continual is None
+
+
+def test_fast_changes_how_often_agents_merge(tmp_path: Path) -> None:
+    recipe = load_recipe(written(tmp_path, continual=CONTINUAL, fast={"continual": {"merge_every": 2}}))
+    assert recipe.quick().continual == ContinualSection(**(CONTINUAL | {"merge_every": 2}))
+    assert recipe.continual == ContinualSection(**CONTINUAL)
+    assert Recipe.model_validate_json(recipe.model_dump_json()) == recipe
 
 
 def test_a_row_is_a_name_and_the_fields_of_a_merge_config() -> None:
@@ -88,6 +117,15 @@ def test_a_grid_is_every_combination_in_the_order_written() -> None:
         ({"compare": [{"name": "agent:tool"}]}, "two models of the comparison are called 'agent:tool'"),
         ({"compare": [{"name": "x", "tune": {"r": []}}]}, "compare[0]: tune.r has no values to try"),
         ({"compare": [{"name": "x", "tune": {"scale": [1]}}]}, "compare[0]: method 'ram' does not use scale"),
+        ({"continual": {"rows": [{"name": "x"}]}}, "continual.merge_every is missing"),
+        ({"continual": CONTINUAL | {"merge_every": 0}}, "continual.merge_every is 0"),
+        ({"continual": CONTINUAL | {"rows": []}}, "continual.rows is []"),
+        ({"continual": CONTINUAL | {"rows": [{"name": "ties"}]}}, "two models of the comparison are called 'ties'"),
+        (
+            {"continual": CONTINUAL | {"rows": [{"name": "x", "keep": 1}]}},
+            "continual.rows[0].keep is not a field here",
+        ),
+        ({"fast": {"continual": {"merge_every": 2}}}, "fast.continual changes the section continual, which"),
         ({"compare": [{"name": "x", "epsilion": 1}]}, "compare[0]: epsilion is not a field here"),
     ],
 )
