@@ -64,10 +64,10 @@ def model_card(report: MergeReport, base_config: Mapping[str, Any]) -> str:
 
 
 def _hub_name(base: Path | None, config: Mapping[str, Any]) -> str | None:
-    name = config.get("_name_or_path") or ""
-    if name.count("/") == 1 and not name.startswith(("/", ".")):
+    name = config.get("_name_or_path")
+    if isinstance(name, str) and name.count("/") == 1 and not name.startswith(("/", ".")):
         return str(name)
-    return base.name if base else None
+    return base.resolve().name if base else None
 
 
 def _number(value: float | None) -> str:

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from rich.console import Console
 
 from ram_trl.config import MergeConfig, read_yaml
-from ram_trl.offline import SHARD_SIZE, find_problems, merge, probe
+from ram_trl.offline import SHARD_SIZE, find_problems, is_size, merge, probe
 from ram_trl.problems import MergeInputError, Problem
 from ram_trl.report import MergeReport
 from ram_trl.tables import show_report
@@ -71,7 +71,7 @@ def merge_command(
     size, threads = job.get("shard_size", SHARD_SIZE), job.get("threads")
     report = _run(lambda: merge(job["base"], job["agents"], job["out"], knobs, max_shard_size=size, threads=threads))
     show_report(report, Console())
-    Console().print(f"generalist: {report.out}", soft_wrap=True, highlight=False)
+    Console().print(f"generalist: {report.out}", soft_wrap=True, highlight=False, markup=False, emoji=False)
 
 
 @app.command("probe")
@@ -165,13 +165,12 @@ def _settled(
         except ValueError as error:
             problems.append(Problem("config", str(error)))
         else:
-            job = {key: values.pop(key) for key in FILE_KEYS if key in values}
+            job = {key: values.pop(key) for key in FILE_KEYS if values.get(key) is not None}
             layers.append(values)
-    if not isinstance(job.get("agents", {}), dict):
-        problems.append(Problem("config", f"{file}: agents is {job.pop('agents')!r}, expected `name: folder` pairs"))
     job |= {key: value for key, value in given.items() if value is not None}
     named = _pairs(agents, "--agent", "NAME=FOLDER", problems)
-    if named or "agents" in job:
+    problems += _check_job(job)
+    if named:
         job["agents"] = job.get("agents", {}) | named
     layers.append({key: value for key, value in flags.items() if value is not None})
     factors = _numbers(_pairs(weights, "--weight", "NAME=FACTOR", problems), problems)
@@ -189,11 +188,31 @@ def _settled(
     except ValueError as error:
         problems.append(Problem("config", str(error)))
     if problems:
-        if job.get("base"):
-            names = MergeConfig(weights={name: factor or 1.0 for name, factor in factors.items()})
-            problems += find_problems(job["base"], job.get("agents", {}), job.get("out"), names, thorough=True)
+        if job.get("base") and job.get("agents"):
+            names = MergeConfig(weights=dict.fromkeys(factors, 1.0))
+            problems += find_problems(job["base"], job["agents"], job.get("out"), names, thorough=True)
         _stop(MergeInputError(problems))
     return job, knobs
+
+
+def _check_job(job: dict[str, Any]) -> list[Problem]:
+    """Problems with what is to be merged; what is wrong is taken out."""
+    expected = {
+        "base": ("a folder", lambda v: isinstance(v, str | Path)),
+        "out": ("a folder", lambda v: isinstance(v, str | Path)),
+        "agents": ("`name: folder` pairs", lambda v: isinstance(v, dict) and _all_text(v)),
+        "threads": ("a whole number, at least 1", lambda v: type(v) is int and v >= 1),
+        "shard_size": ("a size such as 5GB", is_size),
+    }
+    return [
+        Problem("config", f"{key} is {job.pop(key)!r}, expected {what}")
+        for key, (what, holds) in expected.items()
+        if key in job and not holds(job[key])
+    ]
+
+
+def _all_text(pairs: dict[Any, Any]) -> bool:
+    return all(isinstance(part, str) for pair in pairs.items() for part in pair)
 
 
 def _pairs(texts: list[str] | None, option: str, form: str, problems: list[Problem]) -> dict[str, str]:
@@ -234,7 +253,7 @@ def _run(work: Callable[[], MergeReport]) -> MergeReport:
 
 
 def _stop(error: Exception) -> NoReturn:
-    Console(stderr=True).print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
+    Console(stderr=True).print(str(error), style="red", markup=False, emoji=False, highlight=False, soft_wrap=True)
     raise typer.Exit(1)
 
 

@@ -90,6 +90,13 @@ class MergeConfig(BaseModel):
     seed: int = Field(default=0, ge=0)
     weights: dict[str, float] = Field(default_factory=dict)
 
+    @field_validator("epsilon", "top", "r", "alpha", "scale", "drop", mode="before")
+    @classmethod
+    def _a_number_is_no_bool(cls, value: Any) -> Any:
+        if isinstance(value, bool):
+            raise ValueError(f"{value} is not a number")
+        return value
+
     @field_validator("weights")
     @classmethod
     def _weights_are_usable(cls, weights: dict[str, float]) -> dict[str, float]:
@@ -241,6 +248,21 @@ class ContinualConfig(BaseModel):
     patience: float = Field(default=120, gt=0)
 
 
+class _Loader(yaml.SafeLoader):
+    """Refuses a key that stands twice in a mapping, where YAML would silently keep the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: list[Any] = []
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if key in seen and key_node.tag != "tag:yaml.org,2002:merge":
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key '{key}' stands twice", key_node.start_mark
+                )
+            seen.append(key)
+        return super().construct_mapping(node, deep)
+
+
 def read_yaml(path: Path) -> dict[str, Any]:
     """
     The mapping in a YAML file.
@@ -249,9 +271,12 @@ def read_yaml(path: Path) -> dict[str, Any]:
         `ValueError`: if the file is missing, is not YAML, or holds something else than a mapping.
     """
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        values = yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ValueError(f"{path}: cannot be read as YAML: {error}") from error
     if not isinstance(values, dict):
         raise ValueError(f"{path}: holds {type(values).__name__}, expected a mapping such as `method: ram`")
+    odd = [key for key in values if not isinstance(key, str)]
+    if odd:
+        raise ValueError(f"{path}: the key {odd[0]!r} is not a name")
     return values

@@ -198,9 +198,16 @@ def merge_state_dicts(
     ```
     """
     config = config or MergeConfig()
+    problems = _not_tensors("base", base)
+    for name, tensors in agents.items():
+        problems += _not_tensors(agent_place(name), tensors)
+    if problems:
+        raise MergeInputError(problems)
     base_store = StateDict(base)
     stores: dict[str, Store] = {name: StateDict(tensors) for name, tensors in agents.items()}
     problems = check_names(stores, config)
+    if not base_store.names():
+        problems.append(Problem("base", "it holds no tensors"))
     for name, store in stores.items():
         problems += check_layout(base_store, store, agent_place(name))
     if problems:
@@ -225,6 +232,16 @@ def merge_state_dicts(
     return {name: (merged | tied)[name] for name in base}, make_report(base_store, stores, plan)
 
 
+def _not_tensors(where: str, tensors: Mapping[str, Tensor]) -> list[Problem]:
+    if not isinstance(tensors, Mapping):
+        return [Problem(where, f"it is {type(tensors).__name__}, expected a state dict")]
+    return [
+        Problem(where, f"'{name}' is {type(value).__name__}, expected a dense tensor with values", str(name))
+        for name, value in tensors.items()
+        if not isinstance(value, Tensor) or value.layout != torch.strided or value.device.type == "meta"
+    ]
+
+
 def stored(values: Tensor, dtype: torch.dtype, span: Span) -> Tensor:
     """
     Merged fp32 entries in the dtype they are stored in, rounded to nearest.
@@ -236,9 +253,8 @@ def stored(values: Tensor, dtype: torch.dtype, span: Span) -> Tensor:
     if not torch.isfinite(result).all():
         peak = float(values.abs().max())
         largest = torch.finfo(dtype).max
-        what = (
-            f"'{span.name}' merges to {peak:.6g}, beyond what {dtype} holds ({largest:.6g}); merge into a wider dtype"
-        )
+        what = f"'{span.name}' merges to {peak:.6g}, beyond what {dtype} holds ({largest:.6g}); "
+        what += "a weight, r or scale is too large" if dtype == torch.float32 else "save the base in a wider dtype"
         raise MergeInputError([Problem("output", what, span.name)])
     return result
 

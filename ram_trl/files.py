@@ -13,7 +13,7 @@ import shutil
 import uuid
 import zlib
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,8 @@ class DamagedFileError(ValueError):
 
 def partial(path: Path) -> Path:
     """A name beside `path` that no other process uses."""
-    return path.parent / f".{path.name}{PARTIAL}{os.getpid()}-{uuid.uuid4().hex[:8]}"
+    # Names may have 255 bytes; the number makes up for what is cut off.
+    return path.parent / f".{path.name[:60]}{PARTIAL}{os.getpid()}-{uuid.uuid4().hex[:8]}"
 
 
 @contextmanager
@@ -40,6 +41,7 @@ def folder_in_one_piece(folder: Path) -> Iterator[Path]:
     Raises:
         `FileExistsError`: if `folder` exists by then.
     """
+    made = [parent for parent in folder.parents if not parent.exists()]
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = partial(folder)
     temporary.mkdir()
@@ -48,6 +50,9 @@ def folder_in_one_piece(folder: Path) -> Iterator[Path]:
         settle(temporary, folder)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
+        for parent in made:
+            with suppress(OSError):  # somebody else uses it by now
+                parent.rmdir()
         raise
 
 

@@ -7,6 +7,8 @@ output folder, which takes its name when it is complete.
 
 from __future__ import annotations
 
+import os
+import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -30,6 +32,7 @@ from ram_trl.weights.checkpoint import Checkpoint, CheckpointWriter, open_checkp
 from ram_trl.workers import Workers
 
 SHARD_SIZE = "5GB"
+LONGEST_NAME = 255
 
 # Keys of config.json that may differ between a base and what was trained from it.
 INCIDENTAL_KEYS = frozenset(
@@ -87,7 +90,9 @@ def merge(
         `MergeInputError`: naming everything that cannot be merged; nothing was written.
     """
     config = config or MergeConfig()
-    out = Path(out)
+    out = Path(out).resolve() if str(out) in (".", "..") else Path(out)
+    if not is_size(max_shard_size):
+        raise ValueError(f"max_shard_size is {max_shard_size!r}; give bytes, or a size such as '5GB' or '500MB'")
     inputs = _open(base, agents, config, out)
     with Workers(threads) as workers:
         plan = _counted(inputs, config, workers, chunk)
@@ -104,6 +109,13 @@ def merge(
             (folder / "merge_report.json").write_text(report.to_json(), encoding="utf-8")
             (folder / "README.md").write_text(model_card(report, inputs.base.config), encoding="utf-8")
     return report
+
+
+def is_size(size: object) -> bool:
+    """Whether this is a size of a weight file: bytes, or a number with KB, MB, GB or TB."""
+    if isinstance(size, str):
+        return re.fullmatch(r"0*[1-9]\d*(KB|MB|GB|TB)", size.upper()) is not None
+    return isinstance(size, int) and not isinstance(size, bool) and size > 0
 
 
 def probe(
@@ -175,6 +187,9 @@ def _inspect(
     thorough: bool,
 ) -> tuple[Inputs, list[Problem]]:
     problems = check_names(agents, config)
+    problems += [
+        Problem("base", f"{link} is a link to nothing; restore it or remove it") for link in _dead(Path(base))
+    ]
     opened_base = open_checkpoint(Path(base), "base")
     opened = {name: open_checkpoint(Path(agents[name]), agent_place(name)) for name in sorted(agents)}
     warnings = list(opened_base.warnings)
@@ -186,7 +201,8 @@ def _inspect(
         if not agent.store.names() or not opened_base.store.names():
             continue  # already reported as unreadable
         problems += _check_architecture(opened_base.store.config, agent.store.config, where)
-        problems += check_layout(opened_base.store, agent.store, where)
+        unreadable = agent.unreadable | opened_base.unreadable
+        problems += check_layout(opened_base.store, agent.store, where, unreadable)
         warnings += _config_warnings(opened_base.store.config, agent.store.config, where)
     stores = {name: agent.store for name, agent in opened.items()}
     if out is not None:
@@ -223,20 +239,37 @@ def _config_warnings(base: Mapping[str, Any], agent: Mapping[str, Any], where: s
     return [f"{where}: config.json differs from the base's: {'; '.join(differing)}; the generalist has the base's"]
 
 
+def _dead(folder: Path) -> list[Path]:
+    """Links in a folder that lead nowhere, as a pruned cache leaves them."""
+    if not folder.is_dir():
+        return []
+    return [path for path in sorted(folder.iterdir()) if path.is_symlink() and not path.exists()]
+
+
 def _told(value: Any) -> str:
     return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def _check_output(out: Path, base: Path, agents: Mapping[str, Path], store: Checkpoint) -> list[Problem]:
+    if len(os.fsencode(out.name)) > LONGEST_NAME:
+        return [Problem("output", f"{out}: the name is longer than {LONGEST_NAME} bytes")]
     problems = []
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+    if out.exists() and (not out.is_dir() or any(out.iterdir())) and not os.path.ismount(out):
         problems.append(Problem("output", f"{out} exists; name a new folder, or remove it"))
     for where, folder in {"the base": base, **{agent_place(name): path for name, path in agents.items()}}.items():
         if out.resolve() == folder.resolve() or folder.resolve() in out.resolve().parents:
             problems.append(Problem("output", f"{out} lies in {where} ({folder}); inputs are never written to"))
+    if out.is_symlink():
+        problems.append(Problem("output", f"{out} is a link; name the folder itself"))
+    if os.path.ismount(out):
+        problems.append(Problem("output", f"{out} is a mount point and cannot be renamed to; name a folder inside it"))
     parent = next(path for path in out.resolve().parents if path.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+        problems.append(Problem("output", f"{out} cannot be made: {parent} is not a folder that can be written to"))
     shapes, dtypes = _layout(store)
     needed, free = total_bytes(shapes.values(), dtypes.values()), shutil.disk_usage(parent).free
+    if store.folder.is_dir():
+        needed += sum(path.stat().st_size for path in side_files(store.folder))
     if needed > free:
         what = f"{needed / 1e9:.1f} GB are needed, {free / 1e9:.1f} GB are free in {parent}; make room"
         problems.append(Problem("output", what))

@@ -20,12 +20,12 @@ COMPARE_CHUNK = 1 << 20
 
 def check_names(agents: Iterable[str], config: MergeConfig) -> list[Problem]:
     """Problems with the agents' names, and with weights for agents that are not there."""
-    agents = sorted(agents)
+    agents = sorted(agents, key=str)
     problems = []
     if not agents:
         problems.append(Problem("config", "no agents are given; name at least one"))
     for agent in agents:
-        if not AGENT_NAME.fullmatch(agent):
+        if not AGENT_NAME.fullmatch(str(agent)):
             what = "the name may hold letters, digits, '.', '_' and '-' only and starts with a letter or digit"
             problems.append(Problem(agent_place(agent), what))
     for agent in sorted(config.weights.keys() - set(agents)):
@@ -34,10 +34,13 @@ def check_names(agents: Iterable[str], config: MergeConfig) -> list[Problem]:
     return problems
 
 
-def check_layout(base: Store, agent: Store, where: str) -> list[Problem]:
-    """Problems that keep `agent` from being compared with `base` tensor by tensor."""
+def check_layout(base: Store, agent: Store, where: str, unreadable: Iterable[str] = ()) -> list[Problem]:
+    """
+    Problems that keep `agent` from being compared with `base` tensor by tensor; tensors that are `unreadable` in
+    either have been told about.
+    """
     problems = []
-    ours, theirs = set(base.names()), set(agent.names())
+    ours, theirs = set(base.names()) - set(unreadable), set(agent.names()) - set(unreadable)
     for name in sorted(ours - theirs):
         if name in agent.aliases:
             what = (
@@ -55,7 +58,10 @@ def check_layout(base: Store, agent: Store, where: str) -> list[Problem]:
                 f"'{name}' {_described(agent, name)} is not in the base; save the agent with the base's architecture"
             )
             problems.append(Problem(where, what, name, "extra tensor"))
-        elif tied_to not in theirs or not same_entries(agent, name, tied_to):
+        elif tied_to not in theirs:
+            what = f"'{tied_to}', to which '{name}' is tied in the base, is missing; save the agent as the base is"
+            problems.append(Problem(where, what, tied_to, "tied"))
+        elif not same_entries(agent, name, tied_to):
             what = (
                 f"'{name}' is tied to '{tied_to}' in the base, but has values of its own here; "
                 "save both with the same `tie_word_embeddings`"

@@ -147,7 +147,7 @@ def make_report(base: Store, agents: Mapping[str, Store], plan: Plan) -> MergeRe
         shared=total.touched_by_many,
         sign_conflict=total.conflicting / total.touched_by_many if total.touched_by_many else None,
         base_dtypes=_dtypes(base),
-        warnings=_warnings(reports, plan),
+        warnings=_warnings(reports, _dtypes(base), plan),
     )
 
 
@@ -198,7 +198,7 @@ def _dtypes(store: Store) -> list[str]:
     return sorted({str(store.dtype(name)).removeprefix("torch.") for name in mergeable(store)})
 
 
-def _warnings(agents: Mapping[str, AgentReport], plan: Plan) -> list[str]:
+def _warnings(agents: Mapping[str, AgentReport], base_dtypes: list[str], plan: Plan) -> list[str]:
     warnings = []
     for name, agent in agents.items():
         if agent.largest == 0:
@@ -216,6 +216,12 @@ def _warnings(agents: Mapping[str, AgentReport], plan: Plan) -> list[str]:
             )
     if plan.config.method == "ram" and len(agents) > 1:
         warnings += _degenerate(agents, plan)
+    narrow = [f"'{name}' in {', '.join(a.dtypes)}" for name, a in agents.items() if "float32" not in a.dtypes]
+    if narrow and "float32" in base_dtypes and not plan.config.ulp:
+        warnings.append(
+            f"the base is stored in {', '.join(base_dtypes)}, but agents are in less ({'; '.join(narrow)}): rounding "
+            "alone counts as changed - use `ulp`, or as base the checkpoint in the agents' precision"
+        )
     kinds = {name: ", ".join(agent.dtypes) for name, agent in agents.items()}
     if len(set(kinds.values())) > 1:
         told = "; ".join(f"'{name}' in {kind}" for name, kind in kinds.items())

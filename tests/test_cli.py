@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -101,6 +102,12 @@ def test_every_mistake_is_told_at_once_and_nothing_is_written(family):
         ("- a", "expected a mapping"),
         ("epsilonn: 1", "epsilonn"),
         ("agents: [a, b]", "name: folder"),
+        ("agents: {tool: null}", "name: folder"),
+        ("agents: {tool: a, tool: b}", "the key 'tool' stands twice"),
+        ("threads: two", "threads is 'two'"),
+        ("shard_size: 1GiB", "shard_size is '1GiB'"),
+        ("1: 2", "the key 1 is not a name"),
+        ("top: true", "top = True"),
         ("preset: best", "unknown preset 'best'"),
         ("method: average\nr: 0.2", "does not use r"),
     ],
@@ -118,3 +125,28 @@ def test_missing_arguments_are_named():
     assert result.exit_code == 1
     for option in ("--base", "--agent", "--out"):
         assert f"{option} " in result.output
+
+
+@pytest.mark.parametrize("options", [["--threads", "0"], ["--shard-size", "abc"], ["--weight", "tool=nan"]])
+def test_odd_options_end_in_a_sentence(family, options):
+    result = run("merge", *inputs(family), "--out", family / "out", *options)
+    assert result.exit_code == 1
+    assert result.output.startswith("cannot merge")
+    assert not (family / "out").exists()
+
+
+def test_odd_configs_end_in_a_sentence_or_do_not_matter(family):
+    for name, values in {
+        "text": {"quantization_config": "fp8"}, "list": {"model_type": ["x"]}, "part": {"text_config": 5},
+    }.items():  # fmt: skip
+        shutil.copytree(family / "base", family / name)
+        models.reconfigure(family / name, **values)
+        result = run("probe", "--base", family / name, "--agent", f"tool={family}/tool")
+        assert result.exit_code in (0, 1)
+        assert result.exception is None or isinstance(result.exception, SystemExit)
+
+
+def test_a_path_with_markup_is_printed_as_it_is(family):
+    result = run("merge", *inputs(family), "--out", family / "o[/b] :smile:")
+    assert result.exit_code == 0
+    assert result.output.rstrip().endswith("o[/b] :smile:")

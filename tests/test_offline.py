@@ -302,7 +302,8 @@ def test_stray_weight_files_are_named_and_not_read(family):
     save_file({"model.norm.weight": torch.full((33,), 9.0)}, family / "tool" / "model.safetensors")
     (family / "tool" / "pytorch_model.bin").write_bytes(b"never read")
     report = merge(family / "base", agents_of(family), family / "out")
-    assert any("model.safetensors" in w and "pytorch_model.bin" in w and "'tool'" in w for w in report.warnings)
+    assert any("'tool'" in w and "pytorch_model.bin" in w for w in report.warnings)
+    assert any("'tool'" in w and "from_pretrained would load model.safetensors" in w for w in report.warnings)
     assert load_file(family / "out" / "model.safetensors")["model.norm.weight"].max() < 5
 
 
@@ -371,3 +372,78 @@ def test_learning_rate_times_steps_below_epsilon_is_warned_about_by_name(family)
     assert report.agents["code"].active == 0
     assert any("agent 'code'" in w and "lr × steps" in w and "1e-05" in w for w in report.warnings)
     assert not any("agent 'tool'" in w for w in report.warnings)
+
+
+@pytest.mark.parametrize("who", ["base", "code"])
+def test_a_checkpoint_without_tensors_is_refused(family, who):
+    save_file({}, family / who / "model.safetensors")
+    assert told(problems_of(family), "base: " if who == "base" else "agent 'code'", "no tensors")
+
+
+@pytest.mark.parametrize("chunk", [0, -1])
+def test_a_chunk_size_below_one_is_refused(family, chunk):
+    with pytest.raises(ValueError, match=f"chunk size is {chunk}"):
+        merge(family / "base", agents_of(family), family / "out", chunk=chunk)
+    assert not (family / "out").exists()
+
+
+@pytest.mark.parametrize("size", ["abc", "0GB", "1GiB", 0, -1])
+def test_a_shard_size_that_is_none_is_refused_before_work(family, size):
+    with pytest.raises(ValueError, match="max_shard_size"):
+        merge(family / "base", agents_of(family), family / "new" / "out", max_shard_size=size)
+    assert not (family / "new").exists()
+
+
+def test_links_that_lead_nowhere_and_stray_adapters_do_not_reach_the_output(family):
+    (family / "base" / "adapter_config.json").write_text("{}")
+    merge(family / "base", agents_of(family), family / "out")
+    assert not (family / "out" / "adapter_config.json").exists()
+    (family / "base" / "vocab.txt").symlink_to("gone")
+    assert told(problems_of(family, out="other"), "base: ", "vocab.txt", "link to nothing")
+
+
+def test_folders_made_on_the_way_are_removed_when_the_merge_fails(family):
+    models.rewrite(family / "base", lambda t: t.update({n: x.half() for n, x in t.items()}))
+    models.rewrite(family / "code", lambda t: t["model.norm.weight"].fill_(7e4))
+    problems_of(family, out="a/b/out")
+    assert not (family / "a").exists()
+
+
+def test_an_output_that_cannot_be_made_is_told_before_work(family):
+    (family / "file").write_text("")
+    (family / "link").symlink_to(family / "elsewhere")
+    assert told(problems_of(family, out="file/out"), "output", "not a folder that can be written to")
+    assert told(problems_of(family, out="link"), "output", "is a link")
+    with pytest.raises(MergeInputError, match="longer than 255"):
+        merge(family / "base", agents_of(family), family / ("x" * 300))
+
+
+def test_agents_in_16_bits_against_a_base_in_32_are_warned_about(family):
+    for agent in ("tool", "code"):
+        models.rewrite(family / agent, lambda t: t.update({n: x.bfloat16() for n, x in t.items()}))
+    assert any("rounding alone" in w and "'tool'" in w for w in probe(family / "base", agents_of(family)).warnings)
+    ulp = probe(family / "base", agents_of(family), MergeConfig(ulp=True))
+    assert not any("rounding alone" in w for w in ulp.warnings)
+
+
+def test_tied_state_dicts_match_in_every_form(family):
+    """With lm_head or without it, from a model or from a file."""
+    base, tool = loaded(family / "base").state_dict(), loaded(family / "tool").state_dict()
+    from_file = {name: load_file(family / name / "model.safetensors") for name in ("base", "tool")}
+    assert "lm_head.weight" in base
+    assert "lm_head.weight" not in from_file["base"]
+    expected, _ = merge_state_dicts(base, {"tool": tool})
+    for one, other in ((base, from_file["tool"]), (from_file["base"], tool), (from_file["base"], from_file["tool"])):
+        merged, _ = merge_state_dicts(one, {"tool": other})
+        assert merged.keys() == one.keys()
+        assert all(torch.equal(merged[n], expected[n]) for n in merged)
+
+
+def test_what_is_not_a_state_dict_is_told_by_name(family):
+    base = loaded(family / "base").state_dict()
+    with pytest.raises(MergeInputError, match=r"agent 'a': 'model.norm.weight' is NoneType"):
+        merge_state_dicts(base, {"a": base | {"model.norm.weight": None}})
+    with pytest.raises(MergeInputError, match=r"agent 'a': it is list"):
+        merge_state_dicts(base, {"a": []})
+    with pytest.raises(MergeInputError, match=r"base: it holds no tensors"):
+        merge_state_dicts({}, {"a": {}})

@@ -19,6 +19,11 @@ MERGEABLE = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes that are merged. Whole-number, bool and float64 tensors (buffers) are taken over from the base."""
 
 
+INPUT_EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
+OUTPUT_EMBEDDINGS = ("lm_head.weight", "embed_out.weight")
+"""How the names of embeddings end; tied ones are stored under the input's name."""
+
+
 class Store(Protocol):
     """The tensors of one model, readable by flat range (row-major)."""
 
@@ -71,7 +76,14 @@ def whole(store: Store) -> list[Span]:
 
 
 def cut(spans: Iterable[Span], size: int) -> Iterator[Span]:
-    """The spans in pieces of at most `size` entries, in order."""
+    """
+    The spans in pieces of at most `size` entries, in order.
+
+    Raises:
+        `ValueError`: if `size` is below 1.
+    """
+    if size < 1:
+        raise ValueError(f"the chunk size is {size}; give at least 1 entry")
     for span in spans:
         for start in range(span.start, span.stop, size):
             yield Span(span.name, start, min(start + size, span.stop))

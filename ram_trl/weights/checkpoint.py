@@ -8,6 +8,7 @@ then fills in flat ranges in any order, so that no tensor is ever held whole.
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -23,13 +24,13 @@ from torch import Tensor
 from ram_trl.files import new_file, write_all
 from ram_trl.preflight import same_entries
 from ram_trl.problems import Problem
+from ram_trl.weights import INPUT_EMBEDDINGS, OUTPUT_EMBEDDINGS
+
+logger = logging.getLogger(__name__)
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx")
-
-INPUT_EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
-OUTPUT_EMBEDDINGS = ("lm_head.weight", "embed_out.weight")
 
 DTYPES = {
     "F32": torch.float32,
@@ -57,11 +58,14 @@ class Opened:
             Everything that keeps it from being merged.
         warnings (`list[str]`):
             What was passed over.
+        unreadable (`set[str]`):
+            Tensors that are there but cannot be read; `problems` tells why.
     """
 
     store: Checkpoint
     problems: list[Problem] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+    unreadable: set[str] = field(default_factory=set)
 
 
 class Checkpoint:
@@ -130,14 +134,19 @@ def open_checkpoint(folder: Path, where: str) -> Opened:
         opened.problems.append(Problem(where, f"{folder} is not a folder; give a folder made by save_pretrained"))
         return opened
     config = _read_json(folder / "config.json", where, opened.problems)
-    if config.get("quantization_config"):
-        kind = config["quantization_config"].get("quant_method", "unknown method")
+    quantization = config.get("quantization_config")
+    if quantization:
+        known = isinstance(quantization, dict)
+        kind = quantization.get("quant_method", "unknown method") if known else quantization
         what = f"{folder / 'config.json'} has a quantization_config ({kind}); save the model dequantized, then merge"
         opened.problems.append(Problem(where, what))
     tensors: dict[str, Tensor] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     for file, wanted in _weight_files(folder, where, opened).items():
         _read_file(file, wanted, where, opened, tensors, shapes)
+
+    if not tensors and not opened.problems:
+        opened.problems.append(Problem(where, f"{folder} holds no tensors; save the model again"))
 
     store = Checkpoint(folder, config, tensors, shapes, {}, frozenset())
     tied = _tied(store, where, opened.problems)
@@ -152,7 +161,7 @@ def _read_json(path: Path, where: str, problems: list[Problem]) -> dict[str, Any
     except FileNotFoundError:
         problems.append(Problem(where, f"{path} is missing; give a folder made by save_pretrained"))
         return {}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         problems.append(Problem(where, f"{path} cannot be read as JSON: {error}"))
         return {}
     if not isinstance(values, dict):
@@ -190,6 +199,12 @@ def _weight_files(folder: Path, where: str, opened: Opened) -> dict[Path, frozen
         opened.problems.append(Problem(where, what))
         return {}
     stray = [path.name for path in found if path not in files and path.name != "training_args.bin"]
+    if SINGLE_FILE in stray:
+        stray.remove(SINGLE_FILE)
+        opened.warnings.append(
+            f"{where}: {folder} holds {SINGLE_FILE} beside {INDEX_FILE}; the files named in the index were read, "
+            f"but from_pretrained would load {SINGLE_FILE} - remove what is stale"
+        )
     if stray:
         opened.warnings.append(f"{where}: {', '.join(stray)} in {folder} is not part of the model and was not read")
     return files
@@ -230,6 +245,7 @@ def _read_file(
                 "dequantized, then merge"
             )
             opened.problems.append(Problem(where, what, name, "quantized"))
+            opened.unreadable.add(name)
             continue
         tensors[name] = handle.get_tensor(name).reshape(-1)
         shapes[name] = tuple(described.get_shape())
@@ -245,9 +261,8 @@ def _tied(store: Checkpoint, where: str, problems: list[Problem]) -> dict[str, s
     for output in outputs or ["lm_head.weight"]:
         if output in outputs and not same_entries(store, output, inputs[0]):
             what = (
-                f"config.json ties '{output}' to '{inputs[0]}', but their values differ, so from_pretrained would "
-                "drop one; set tie_word_embeddings to false in config.json (in base and agents), or save the model "
-                "again"
+                f"config.json ties '{output}' to '{inputs[0]}', but their values differ; set tie_word_embeddings to "
+                "false in config.json (in base and agents), or save the model again"
             )
             problems.append(Problem(where, what, output, "tied"))
             continue
@@ -256,17 +271,16 @@ def _tied(store: Checkpoint, where: str, problems: list[Problem]) -> dict[str, s
 
 
 def _says_tied(config: Mapping[str, Any]) -> bool:
-    for part in (config, config.get("text_config") or {}):
-        if "tie_word_embeddings" in part:
-            return bool(part["tie_word_embeddings"])
-    # save_pretrained leaves out what is the default of the model type.
-    from transformers import AutoConfig
+    # save_pretrained leaves out what is the default of the model type, and composite models have rules of their own.
+    from transformers import CONFIG_MAPPING
 
-    try:
-        known = AutoConfig.for_model(config.get("model_type", ""))
-    except ValueError:
-        return False  # the model type is not transformers' own
-    return bool(getattr(known, "tie_word_embeddings", False))
+    kind = config.get("model_type")
+    if isinstance(kind, str) and kind in CONFIG_MAPPING:
+        try:
+            return bool(getattr(CONFIG_MAPPING[kind].from_dict(dict(config)), "tie_word_embeddings", False))
+        except Exception:  # a config that transformers cannot read is told by its own keys below
+            logger.warning("config.json of model type '%s' cannot be read by transformers", kind)
+    return bool(config.get("tie_word_embeddings", False))
 
 
 class CheckpointWriter:
@@ -366,13 +380,15 @@ def side_files(folder: Path) -> list[Path]:
 
     Folders are left out, except for the one transformers writes (`additional_chat_templates`).
     """
-    ours = {"README.md", "merge_report.json", INDEX_FILE, ".gitattributes"}
-    files = [path for path in folder.iterdir() if path.is_file()]
-    files += list((folder / "additional_chat_templates").glob("*"))
+    ours = {"README.md", "merge_report.json", INDEX_FILE, ".gitattributes", "adapter_config.json"}
+    files = [*folder.iterdir(), *(folder / "additional_chat_templates").glob("*")]
     return sorted(
         path
         for path in files
-        if path.name not in ours and not path.name.endswith(".index.json") and path.suffix not in WEIGHT_SUFFIXES
+        if path.is_file()
+        and path.name not in ours
+        and not path.name.endswith(".index.json")
+        and path.suffix not in WEIGHT_SUFFIXES
     )
 
 
