@@ -124,6 +124,15 @@ class World:
             self.members[agent].load(decisions)
             self.simulator.load(agent)
 
+    def finish(self, agent: str) -> None:
+        """The agent ends; if all others have, the last one closes a final round."""
+        before = len(self.hub.decisions())
+        self.simulator.publish(agent)
+        self.members[agent].finish(self.steps[agent])
+        if len(self.hub.decisions()) > before:
+            assert all(self.hub.is_done(name) for name in self.members)
+            self.simulator.close()
+
     def checkpoint(self, agent: str) -> None:
         weights = {name: p.detach().clone() for name, p in self.models[agent].named_parameters()}
         self.checkpoints[agent] = (weights, self.members[agent].state(), self.steps[agent])
@@ -150,7 +159,7 @@ class World:
 
 OPERATIONS = st.lists(
     st.tuples(
-        st.sampled_from(["train", "train", "publish", "close", "load", "checkpoint", "restart", "join"]),
+        st.sampled_from(["train", "train", "publish", "close", "load", "checkpoint", "restart", "join", "finish"]),
         st.sampled_from(["code", "mem", "tool"]),
     ),
     min_size=4,
