@@ -8,19 +8,22 @@ reads round numbers from standard input, one per line, and exports each, until t
 
 from __future__ import annotations
 
+import json
 import logging
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import torch
+from pydantic import ValidationError
 from torch import Tensor
 
 from ram_trl.card import model_card
 from ram_trl.continual import Decision
 from ram_trl.engine import CHUNK
-from ram_trl.files import folder_in_one_piece, read_json
+from ram_trl.files import DamagedFileError, folder_in_one_piece, partial, read_json
 from ram_trl.hub import Hub
 from ram_trl.offline import SHARD_SIZE, write_like
 from ram_trl.problems import MergeInputError
@@ -79,6 +82,11 @@ def export_round(hub: Hub, number: int, base: Path, max_shard_size: int | str = 
         `BlockFileError`, `DamagedFileError`, `OSError`: if the state cannot be read, or the hub not be written.
     """
     folder = hub.generalist_folder(number)
+    if folder.exists() and not _is_of(folder):
+        logger.warning("%s is another round's export that was moved here; it is made again", folder)
+        away = partial(folder)
+        os.rename(folder, away)
+        shutil.rmtree(away)
     if not folder.exists():
         opened = open_checkpoint(base, "base")
         if opened.problems:
@@ -105,13 +113,28 @@ def export_round(hub: Hub, number: int, base: Path, max_shard_size: int | str = 
     return folder
 
 
+def _is_of(folder: Path) -> bool:
+    """Whether an export says that it was made for this folder; without a report it is taken at its name."""
+    path = folder / "merge_report.json"
+    if not path.exists():
+        return True
+    try:
+        out = json.loads(path.read_text(encoding="utf-8")).get("out")
+    except ValueError:
+        return False
+    return out is not None and Path(out).name == folder.name
+
+
 def round_report(hub: Hub, number: int) -> tuple[Decision, MergeReport] | None:
     """The decision and the report of a round; `None` if the job that made its state died before it wrote them."""
     try:
         held = read_json(hub.round_folder(number) / "report.json")
     except FileNotFoundError:
         return None
-    return Decision(**held.pop("decision")), MergeReport(**held)
+    try:
+        return Decision(**held.pop("decision")), MergeReport(**held)
+    except (KeyError, TypeError, ValidationError) as error:
+        raise DamagedFileError(f"{hub.round_folder(number) / 'report.json'} is damaged: {error}") from error
 
 
 class Exporter:

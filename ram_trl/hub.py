@@ -20,14 +20,15 @@ import threading
 import time
 import uuid
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
 from ram_trl.config import AGENT_NAME
-from ram_trl.continual import Decision, Publication
-from ram_trl.files import PARTIAL, DamagedFileError, link_json, read_json, write_json
+from ram_trl.continual import Decision, Publication, last_consumed
+from ram_trl.files import PARTIAL, DamagedFileError, link_json, partial, read_json, write_json
 
 FORMAT = 1
 
@@ -71,6 +72,11 @@ class Hub:
         """
         for folder in ("agents", "rounds", "state", "generalist"):
             (self.path / folder).mkdir(parents=True, exist_ok=True)
+            if not (self.path / "hub.json").exists() and any((self.path / folder).iterdir()):
+                raise HubError(
+                    f"{self.path / 'hub.json'} is missing, though {self.path / folder} holds a run; restore it, or "
+                    "name another hub folder"
+                )
         settled = {"identity": dict(identity), "founding": dict(founding)}
         content = {"format": FORMAT, "run_id": uuid.uuid4().hex} | settled
         try:
@@ -118,9 +124,10 @@ class Hub:
     def heartbeat(self, agent: str) -> dict[str, Any] | None:
         """The agent's last heartbeat: `session`, `counter`, `round`, `step`; `None` if there is no readable one."""
         try:
-            return read_json(self.agent_folder(agent) / "heartbeat.json")
+            beat = read_json(self.agent_folder(agent) / "heartbeat.json")
         except (FileNotFoundError, DamagedFileError):
             return None  # the next beat replaces it
+        return beat if beat.keys() == {"session", "counter", "round", "step"} else None
 
     def is_done(self, agent: str) -> bool:
         """Whether the agent finished training."""
@@ -223,21 +230,37 @@ class Hub:
         return link_json(folder / "decision.json", decision.model_dump(mode="json"))
 
     def latest(self) -> int | None:
-        """The round whose exported generalist is the newest; `None` before the first export."""
+        """
+        The round whose exported generalist is the newest; `None` before the first export.
+
+        Raises:
+            `DamagedFileError`: if the pointer cannot be trusted.
+        """
+        path = self.path / "generalist" / "latest.json"
         try:
-            return int(read_json(self.path / "generalist" / "latest.json")["round"])
+            held = read_json(path)
         except FileNotFoundError:
             return None
+        if held.keys() != {"round", "folder"}:
+            raise DamagedFileError(f"{path} is damaged: it holds {sorted(held)}")
+        return int(held["round"])
 
     def point_latest(self, number: int) -> None:
-        """Points `generalist/latest.json` to a round, unless it points to a newer one."""
-        try:
-            newest = self.latest()
-        except DamagedFileError:
-            newest = None  # replaced by a good one
-        if newest is None or newest < number:
+        """Points `generalist/latest.json` to a round, unless it points to a newer one, or a newer one is there."""
+        while True:
+            try:
+                newest = self.latest()
+            except DamagedFileError:
+                newest = None  # replaced by a good one
+            if newest is not None and newest >= number:
+                return
             folder = self.generalist_folder(number).name
             write_json(self.path / "generalist" / "latest.json", {"round": number, "folder": folder})
+            # Another exporter may have pointed to a newer one between the look and the write.
+            exported = max(_numbered(self.path / "generalist", "round"), default=number)
+            if exported <= number:
+                return
+            number = exported
 
     # ---- housekeeping -------------------------------------------------------------------------------------------
 
@@ -257,24 +280,37 @@ class Hub:
                 Agents that train on.
         """
         decisions = self.decisions()
-        newest = len(decisions)
-        beats = {agent: beat["round"] for agent in living if (beat := self.heartbeat(agent)) is not None}
+        newest, observing = len(decisions), self.described()["identity"]["resync"] == "none"
+        rounds = {agent: beat["round"] for agent in living if (beat := self.heartbeat(agent)) is not None}
+        loaded = [] if observing else list(rounds.values())
         unmade = [d for d in decisions if not self.state_folder(d.round).exists() and d.round > newest - keep]
-        unloaded = [d for d in decisions if d.round > min(beats.values(), default=newest)]
+        unloaded = [d for d in decisions if d.round > min(loaded, default=newest)]
         wanted = {(p.agent, p.sequence) for d in (*unmade, *unloaded) for p in d.publications}
-        bases = {p.base_round for d in unmade for p in d.publications} | {d.round - 1 for d in unmade}
+        bases = [base for d in unmade for base in (d.round - 1, *(p.base_round for p in d.publications))]
         doomed = []
         for agent in self.agents():
             numbers = _numbered(self.agent_folder(agent), "publication")
             doomed += [self.publication_folder(agent, n) for n in numbers[:-1] if (agent, n) not in wanted]
-            if numbers:
-                bases.add(self.publication(agent, numbers[-1]).base_round)
-        oldest = min([newest - keep + 1, *beats.values(), *bases])
+            try:
+                head = self.newest_publication(agent)
+            except (DamagedFileError, OSError):
+                continue  # it is refused by name when a round closes
+            if head is not None and last_consumed(agent, decisions) <= head.base_round:
+                bases.append(head.base_round)
+        oldest = min([newest - keep + 1, *loaded, *([] if observing else bases)])
         doomed += [self.state_folder(n) for n in _numbered(self.path / "state", "round") if 0 < n < oldest]
+        try:
+            pointed = self.latest()
+        except DamagedFileError:
+            pointed = None  # the next export mends it
         exports = _numbered(self.path / "generalist", "round")
-        doomed += [self.generalist_folder(n) for n in exports[:-keep] if n != self.latest()]
+        doomed += [self.generalist_folder(n) for n in exports[:-keep] if n != pointed]
         for folder in doomed:
-            shutil.rmtree(folder, ignore_errors=True)
+            # Renamed first: a folder that is half removed must not be seen.
+            with suppress(OSError):
+                away = partial(folder)
+                os.rename(folder, away)
+                shutil.rmtree(away)
 
 
 class Heartbeat:
@@ -315,7 +351,7 @@ class Heartbeat:
         if before is not None:
             time.sleep(2.5 * self._every)
             now = self._hub.heartbeat(self._agent)
-            if now is not None and now["counter"] != before["counter"]:
+            if now is not None and (now["session"], now["counter"]) != (before["session"], before["counter"]):
                 raise HubError(
                     f"agent '{self._agent}' is already running in {self._hub.path} (its heartbeat moves); give this "
                     "one another name, or stop the other"
@@ -331,12 +367,12 @@ class Heartbeat:
     def beat(self) -> None:
         """Writes one heartbeat. A hub that cannot be written to is left to the next beat."""
         with self._lock:
-            held = self._hub.heartbeat(self._agent)
-            if self._counter and held is not None and held["session"] != self._session:
-                self.intruder = held["session"]
-                return
-            self._counter += 1
             try:
+                held = self._hub.heartbeat(self._agent)
+                if self._counter and held is not None and held["session"] != self._session:
+                    self.intruder = held["session"]
+                    return
+                self._counter += 1
                 write_json(
                     self._path, {"session": self._session, "counter": self._counter} | self._state, durable=False
                 )

@@ -233,13 +233,15 @@ class Member:
             self._move(newest, None, len(decisions))
             return f"agent '{self.agent}' loads round {self.round} and carries its own update"
         why = "part of it was merged meanwhile" if verdict == "load and drop" else "its old state was removed"
-        lost = self._residual_norm()
+        return self._load_and_drop(decisions, why)
+
+    def _load_and_drop(self, decisions: list[Decision], why: str) -> str:
+        newest = self._made_state(decisions)
+        lost, since = self._residual_norm(), self.round
         self.round = len(decisions)
         self._overwrite(lambda span: span.of(newest))
-        return (
-            f"agent '{self.agent}' loads round {self.round} and drops its own update since round {checkpoint.round} "
-            f"(norm {lost}): {why}"
-        )
+        dropped = f"drops its own update since round {since} (norm {lost})"
+        return f"agent '{self.agent}' loads round {self.round} and {dropped}: {why}"
 
     def _residual_norm(self) -> str:
         if not self._team.share(self.hub.state_folder(self.round).exists()):
@@ -287,9 +289,16 @@ class Member:
         return met
 
     def catch_up(self) -> None:
-        """Loads the newest round if it, or one before, consumed a publication of this agent since the last load."""
+        """
+        Loads the newest round where publishing makes no sense before: if a publication of this agent was consumed
+        since the last load, or if the state it had loaded was removed while it stalled (its update is dropped then).
+        """
         decisions = self._decisions()
-        if not self.observes and last_consumed(self.agent, decisions) > self.round:
+        if self.observes:
+            return
+        if not self._team.share(self.hub.state_folder(self.round).exists()):
+            logger.warning(self._load_and_drop(decisions, "its old state was removed"))
+        elif last_consumed(self.agent, decisions) > self.round:
             self.load(decisions)
 
     def publish(self, step: int) -> tuple[Counts, int]:
