@@ -216,6 +216,11 @@ class Hub:
             raise DamagedFileError(
                 f"{self.path / 'rounds'}: decisions of rounds {numbers} are there, some are missing"
             )
+        # A state or an export is made after its decision, never before.
+        outcomes = [*_numbered(self.path / "state", "round"), *_numbered(self.path / "generalist", "round")]
+        if max(outcomes, default=0) > len(made):
+            lost = self.round_folder(max(outcomes)) / "decision.json"
+            raise DamagedFileError(f"{lost} is missing, though what was made of it is there; restore it")
         return made
 
     def decide(self, decision: Decision) -> bool:
