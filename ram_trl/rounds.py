@@ -49,7 +49,8 @@ class Rounds:
         self.shapes: Shapes = {name: tuple(shape) for name, shape in identity["shapes"].items()}
         self.observes = identity["resync"] == "none"
         # Publications hold active entries only, so here everything that differs from its reference is active.
-        self.config = MergeConfig(**identity["merge"]).as_published()
+        self.merge = MergeConfig(**identity["merge"])
+        self.config = self.merge.as_published()
 
     def state(self, number: int) -> Blocks:
         """
@@ -114,7 +115,9 @@ class Rounds:
                 writer.add(span, values)
 
         write_folder(self._team, folder, {"round": decision.round}, dict.fromkeys(self.shapes, torch.float32), write)
-        report = make_report(base, agents, plan)
+        # Readers want the criterion that the agents applied when they published.
+        told = {"config": self.merge, "criterion": self.merge.criterion}
+        report = make_report(base, agents, plan).model_copy(update=told)
         if self._team.first:
             write_json(self._hub.round_folder(decision.round) / "report.json", _described(report, decision, plan))
         return report

@@ -7,6 +7,7 @@ import json
 from typer.testing import CliRunner
 
 from ram_trl.cli import app
+from ram_trl.export import round_report
 from ram_trl.status import hub_status, show_status
 from tests.test_member import World
 
@@ -39,6 +40,9 @@ def test_status_matches_the_hub(tmp_path):
     assert 0 < status.rounds[0].density["tool"] < 0.5
     assert status.rounds[1].lambda_["tool"] >= 1
     assert status.latest is None
+    told = round_report(world.hub, 1)
+    assert told is not None
+    assert told[1].criterion == "top 0.25"
     assert [a.state for a in hub_status(world.hub, alive=["tool"]).agents] == ["done", "alive"]
     assert [a.state for a in hub_status(world.hub, alive=[]).agents] == ["done", "silent"]
     show_status(status)
