@@ -153,6 +153,23 @@ class World:
         self.members[agent].leave()
         self.simulator.restart(agent, weights, state.round)
 
+    def merged_then_restarted(self, agent: str) -> None:
+        """A round consumes what the checkpoint holds, or part of it; then the process dies."""
+        self.train(agent)
+        self.checkpoint(agent)
+        self.meet(agent)
+        self.restart(agent)
+        self.meet(agent)
+
+    def passed_by_then_restarted(self, agent: str) -> None:
+        """Rounds go on without the agent after its checkpoint; it comes back with an update of its own."""
+        self.train(agent)
+        self.checkpoint(agent)
+        for other in sorted(self.members.keys() - {agent}):
+            self.meet(other)
+        self.restart(agent)
+        self.meet(agent)
+
     def check(self) -> None:
         for agent, model in self.models.items():
             for name, parameter in model.named_parameters():
@@ -168,6 +185,7 @@ OPERATIONS = st.lists(
     st.tuples(
         st.sampled_from(
             ["train", "publish", "close", "load", "meet", "meet", "checkpoint", "restart", "join", "finish"]
+            + ["merged_then_restarted", "passed_by_then_restarted"]
         ),
         st.sampled_from(["code", "mem", "tool"]),
     ),
@@ -182,6 +200,14 @@ CASES = {
     "carry": st.booleans(),
     "observe": st.booleans(),
 }
+
+
+@pytest.mark.parametrize("criterion", sorted(CRITERIA))
+@pytest.mark.parametrize("carry", [True, False])
+@pytest.mark.parametrize("setback", ["merged_then_restarted", "passed_by_then_restarted"])
+def test_restarts_after_rounds_match_the_simulator(setback, carry, criterion):
+    """Whether a round consumed something since the checkpoint decides what may be carried."""
+    run_schedule([("meet", "tool"), ("meet", "code"), (setback, "tool"), ("meet", "code")], criterion, carry, False)
 
 
 @given(**CASES)
