@@ -43,7 +43,7 @@ def model_card(report: MergeReport, base_config: Mapping[str, Any]) -> str:
         "",
         f"- method: `{config.method}` ({', '.join(knobs)})",
         f"- base: `{report.base}`",
-        *(f"- agent {name}: `{folder}`" for name, folder in report.sources.items()),
+        *(f"- agent {name}: `{source}`" for name, source in report.sources.items()),
         "",
         "| agent | density | shared | unique | rho | lambda | weight |",
         "|---|---|---|---|---|---|---|",

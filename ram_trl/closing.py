@@ -108,7 +108,10 @@ class Closer:
             return False
         decisions = self._hub.decisions()
         ready = self._consumable(decisions)
-        before = {(p.agent, p.sequence) for d in decisions[-1:] for p in d.publications}
-        if all((head.agent, head.sequence) in before for head in ready):
-            return False
-        return self._hub.decide(Decision(round=len(decisions) + 1, publications=tuple(ready)))
+        if self._config.resync == "none":
+            # Agents never load, so those that made no step since have nothing new.
+            before = {(p.agent, p.step) for d in decisions[-1:] for p in d.publications}
+            left = [head for head in ready if (head.agent, head.step) not in before]
+        else:
+            left = [head for head in ready if self._rounds.publication(head).stored()]
+        return bool(left) and self._hub.decide(Decision(round=len(decisions) + 1, publications=tuple(ready)))

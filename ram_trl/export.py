@@ -15,13 +15,14 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 from pydantic import ValidationError
 from torch import Tensor
 
 from ram_trl.card import model_card
-from ram_trl.continual import Decision
+from ram_trl.continual import Decision, Publication
 from ram_trl.engine import CHUNK
 from ram_trl.files import DamagedFileError, folder_in_one_piece, partial, read_json
 from ram_trl.hub import Hub
@@ -103,7 +104,7 @@ def export_round(hub: Hub, number: int, base: Path, max_shard_size: int | str = 
                 )
                 report = round_report(hub, number)
                 if report is not None:
-                    sources = {p.agent: hub.publication_folder(p.agent, p.sequence) for p in report[0].publications}
+                    sources = {p.agent: _told(p) for p in report[0].publications}
                     merged = report[1].model_copy(update={"base": base, "out": folder, "sources": sources})
                     (temporary / "merge_report.json").write_text(merged.to_json(), encoding="utf-8")
                     (temporary / "README.md").write_text(model_card(merged, store.config), encoding="utf-8")
@@ -111,6 +112,11 @@ def export_round(hub: Hub, number: int, base: Path, max_shard_size: int | str = 
             logger.info("round %d was exported by another process meanwhile", number)
     hub.point_latest(number)
     return folder
+
+
+def _told(head: Publication) -> str:
+    # Not its folder: publications are removed once nobody needs them.
+    return f"publication {head.sequence}, of step {head.step}, against round {head.base_round}"
 
 
 def _is_of(folder: Path) -> bool:
@@ -141,6 +147,8 @@ class Exporter:
     """
     Exports rounds in a process of its own, one after another. If that process dies, the next round starts a new one.
 
+    Agents that take turns in this process share one exporter per hub: each takes seconds to start.
+
     Args:
         hub (`Path`):
             The hub's folder.
@@ -150,9 +158,26 @@ class Exporter:
             Largest size of one weight file.
     """
 
+    _shared: ClassVar[dict[tuple[Path, Path], Exporter]] = {}
+
     def __init__(self, hub: Path, base: Path, max_shard_size: str = SHARD_SIZE) -> None:
         self._command = [sys.executable, "-m", "ram_trl.export", str(hub), str(base), max_shard_size]
         self._process: subprocess.Popen[bytes] | None = None
+        self._users: set[str] = set()
+
+    @classmethod
+    def shared_by(cls, agent: str, hub: Path, base: Path) -> Exporter:
+        """The exporter of this process for a hub; `agent` uses it until it calls `leave`."""
+        key = (hub.resolve(), base.resolve())
+        exporter = cls._shared.setdefault(key, cls(*key))
+        exporter._users.add(agent)
+        return exporter
+
+    def leave(self, agent: str) -> None:
+        """The agent needs it no more; the last one waits until everything queued is exported."""
+        self._users.discard(agent)
+        if not self._users:
+            self.close()
 
     def start(self, number: int) -> None:
         """Queues a round."""

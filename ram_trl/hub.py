@@ -147,6 +147,14 @@ class Hub:
         """Where a publication is, or would be."""
         return self.agent_folder(agent) / f"publication-{sequence:06d}"
 
+    def tidy(self, agent: str) -> None:
+        """Removes what a killed process of the agent left half made; for its successor, once it has the name."""
+        for path in self.agent_folder(agent).glob(f".*{PARTIAL}*"):
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
+
     def next_sequence(self, agent: str) -> int:
         """The number of the agent's next publication; numbers that a decision names are never used again."""
         decided = [p.sequence for d in self.decisions() if (p := d.of(agent)) is not None]
@@ -310,6 +318,13 @@ class Hub:
             pointed = None  # the next export mends it
         exports = _numbered(self.path / "generalist", "round")
         doomed += [self.generalist_folder(n) for n in exports[:-keep] if n != pointed]
+        # Half-made folders of rounds so old belong to processes that were killed.
+        doomed += [
+            path
+            for kind in ("state", "generalist")
+            for path in (self.path / kind).glob(f".round-*{PARTIAL}*")
+            if (number := re.match(r"\.round-(\d+)", path.name)) and int(number[1]) < oldest
+        ]
         for folder in doomed:
             # Renamed first: a folder that is half removed must not be seen.
             with suppress(OSError):

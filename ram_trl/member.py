@@ -212,6 +212,7 @@ class Member:
             )
         self._heartbeat = Heartbeat(self.hub, self.agent, self._config.heartbeat)
         self._heartbeat.start()
+        self.hub.tidy(self.agent)
         self.hub.unfinish(self.agent)
 
     def _load_on_joining(self, checkpoint: MemberState | None) -> str:
@@ -455,6 +456,7 @@ class Member:
                     self._live.write(span.name, span.start, target(span))
 
         self._team.together(write)
+        self._live.commit()
 
     def _compare_digest(self, number: int, digest: Digest) -> None:
         """Stops if another job loaded other numbers for this round."""

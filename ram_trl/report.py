@@ -2,48 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from functools import reduce
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 from pydantic import AliasChoices, BaseModel, Field, field_serializer
 
+from ram_trl import advice, parts
+from ram_trl.advice import Advice
 from ram_trl.config import MergeConfig
-from ram_trl.plan import Plan, rho
+from ram_trl.plan import Counts, Plan, rho
 from ram_trl.weights import Store, mergeable
 
-MOSTLY_SHARED = 0.95
-MOSTLY_DROPPED = 0.5
 
-
-class AgentReport(BaseModel):
+class Update(BaseModel):
     """
-    One agent in a merge.
+    What an agent changed in the model or in a part of it.
 
     Args:
         entries (`int`):
-            Entries of the model, tied ones once.
+            Entries there, tied ones once.
         active, shared, unique (`int`):
             Entries its criterion counts as changed; of those, active in another agent too; active in it alone.
         density (`float`):
             active / entries.
         rho (`float`, *optional*):
-            shared / unique over the whole model; `None` without unique entries.
+            shared / unique, counted there; `None` without unique entries.
         lambda_ (`float`, *optional*):
-            Rescale of its unique entries (`ram` only); with ρ counted per tensor, the mean over unique entries.
-        weight (`float`):
-            Factor on its task vector.
-        threshold (`float`, *optional*):
-            |τ| above this is active; `None` for `ulp`.
+            Rescale of its unique entries there (`ram` only); where several tensors have their own, the mean over
+            unique entries.
         norm (`float`):
             L2 norm of its task vector.
         kept (`float`):
             Share of the squared norm that lies in active entries.
         largest (`float`):
             Largest |τ|.
-        dtypes (`list[str]`):
-            Dtypes its weights are stored in: where "changed" was decided.
     """
 
     entries: int
@@ -53,11 +49,26 @@ class AgentReport(BaseModel):
     density: float
     rho: float | None
     lambda_: float | None = Field(validation_alias=AliasChoices("lambda", "lambda_"), serialization_alias="lambda")
-    weight: float
-    threshold: float | None
     norm: float
     kept: float
     largest: float
+
+
+class AgentReport(Update):
+    """
+    One agent in a merge: what it changed in the whole model, and how that was decided.
+
+    Args:
+        weight (`float`):
+            Factor on its task vector.
+        threshold (`float`, *optional*):
+            |τ| above this is active; `None` for `ulp`.
+        dtypes (`list[str]`):
+            Dtypes its weights are stored in: where "changed" was decided.
+    """
+
+    weight: float
+    threshold: float | None
     dtypes: list[str]
 
 
@@ -85,6 +96,29 @@ class PairReport(BaseModel):
     sign_agreement: float | None
 
 
+class PartReport(BaseModel):
+    """
+    A part of the model: the tensors of one kind, or one layer.
+
+    Args:
+        entries (`int`):
+            Entries there.
+        agents (`dict[str, Update]`):
+            What each agent changed there, by name, sorted.
+        pairs (`list[PairReport]`):
+            Every two agents; chance is that of masks that are independent within the part.
+        touched, shared (`int`), sign_conflict (`float`, *optional*):
+            As in [`MergeReport`], within the part.
+    """
+
+    entries: int
+    agents: dict[str, Update]
+    pairs: list[PairReport]
+    touched: int
+    shared: int
+    sign_conflict: float | None
+
+
 class MergeReport(BaseModel):
     """
     What a merge did, or would do.
@@ -108,8 +142,17 @@ class MergeReport(BaseModel):
             Dtypes the base is stored in, and so the generalist.
         warnings (`list[str]`):
             Sentences about outcomes that are probably not wanted.
-        base (`Path`, *optional*), sources (`dict[str, Path]`), out (`Path`, *optional*):
-            Folders, for merges of folders.
+        kinds, layers (`dict[str, PartReport]`):
+            The same by what tensors do (`attention q`, `mlp up`, `norms`, …) and by layer; tensors outside layers are
+            in the kinds only. Empty in the reports of rounds.
+        density_map (`dict[str, dict[str, list[float | None]]]`):
+            By agent and kind, the density in each of `layers`, in order; `None` where a layer has no such tensor.
+        advice (`Advice`, *optional*):
+            What the criterion did, and which one to use; `None` in the reports of rounds.
+        base (`Path`, *optional*), out (`Path`, *optional*):
+            Folders, for merges of folders and exports of rounds.
+        sources (`dict[str, str]`):
+            By agent, the folder it was read from, or the publication of it that a round took.
     """
 
     config: MergeConfig
@@ -121,8 +164,12 @@ class MergeReport(BaseModel):
     sign_conflict: float | None
     base_dtypes: list[str]
     warnings: list[str]
+    kinds: dict[str, PartReport] = Field(default_factory=dict)
+    layers: dict[str, PartReport] = Field(default_factory=dict)
+    density_map: dict[str, dict[str, list[float | None]]] = Field(default_factory=dict)
+    advice: Advice | None = None
     base: Path | None = None
-    sources: dict[str, Path] = Field(default_factory=dict)
+    sources: dict[str, str] = Field(default_factory=dict)
     out: Path | None = None
 
     @field_serializer("config")
@@ -134,120 +181,140 @@ class MergeReport(BaseModel):
         return self.model_dump_json(indent=2, by_alias=True) + "\n"
 
 
-def make_report(base: Store, agents: Mapping[str, Store], plan: Plan) -> MergeReport:
-    """The report of a merge, from its plan alone; `base` and `agents` are asked for dtypes only."""
+def make_report(base: Store, agents: Mapping[str, Store], plan: Plan, *, in_detail: bool = True) -> MergeReport:
+    """
+    The report of a merge, from its plan alone.
+
+    Args:
+        base (`Store`), agents (`Mapping[str, Store]`):
+            Asked for dtypes only.
+        plan (`Plan`):
+            What was counted.
+        in_detail (`bool`, *optional*, defaults to `True`):
+            By kind and layer too, and with advice.
+
+    Returns:
+        `MergeReport`: without folders.
+    """
     total = plan.total
-    reports = {name: _agent_report(agents[name], name, plan) for name in plan.agents}
-    return MergeReport(
+    report = MergeReport(
         config=plan.config,
         criterion=plan.config.criterion,
-        agents=reports,
-        pairs=[_pair_report(i, j, plan) for i, j in combinations(range(len(plan.agents)), 2)],
+        agents={name: _agent_report(agents[name], i, plan) for i, name in enumerate(plan.agents)},
+        pairs=_pair_reports(total, plan),
         touched=total.touched,
         shared=total.touched_by_many,
-        sign_conflict=total.conflicting / total.touched_by_many if total.touched_by_many else None,
+        sign_conflict=_sign_conflict(total),
         base_dtypes=_dtypes(base),
-        warnings=_warnings(reports, _dtypes(base), plan),
+        warnings=[],
+    )
+    found: dict[str, Any] = {"warnings": advice.warnings(report)}
+    if in_detail:
+        found |= _by_part(plan) | {"advice": advice.advise(report)}
+    return report.model_copy(update=found)
+
+
+def _by_part(plan: Plan) -> dict[str, Any]:
+    """The fields of a report that tell of kinds and layers."""
+    kind_of, layer_of = parts.kinds(plan.counts), parts.layers(plan.counts)
+    kinds, layers, cells = defaultdict(list), defaultdict(list), defaultdict(list)
+    for name, kind in kind_of.items():
+        kinds[kind].append(name)
+    for name, layer in layer_of.items():
+        layers[layer].append(name)
+        cells[kind_of[name], layer].append(name)
+    active = {cell: _sum(names, plan) for cell, names in cells.items()}
+    density_map: dict[str, dict[str, list[float | None]]] = {
+        agent: {
+            kind: [
+                int(active[kind, layer].active[i]) / max(active[kind, layer].entries, 1)
+                if (kind, layer) in active
+                else None
+                for layer in layers
+            ]
+            for kind in kinds
+            if any(kind == cell[0] for cell in active)
+        }
+        for i, agent in enumerate(plan.agents)
+    }
+    return {
+        "kinds": {kind: _part_report(names, plan) for kind, names in kinds.items()},
+        "layers": {layer: _part_report(names, plan) for layer, names in layers.items()},
+        "density_map": density_map,
+    }
+
+
+def _part_report(names: list[str], plan: Plan) -> PartReport:
+    counts = _sum(names, plan)
+    return PartReport(
+        entries=counts.entries,
+        agents={agent: Update(**_numbers(i, counts, names, plan)) for i, agent in enumerate(plan.agents)},
+        pairs=_pair_reports(counts, plan),
+        touched=counts.touched,
+        shared=counts.touched_by_many,
+        sign_conflict=_sign_conflict(counts),
     )
 
 
-def _agent_report(store: Store, name: str, plan: Plan) -> AgentReport:
-    i, total = plan.agents.index(name), plan.total
-    active, shared, unique = int(total.active[i]), int(total.shared[i]), int(total.unique[i])
-    square = float(total.square[i])
+def _agent_report(store: Store, i: int, plan: Plan) -> AgentReport:
     return AgentReport(
-        entries=total.entries,
-        active=active,
-        shared=shared,
-        unique=unique,
-        density=active / total.entries if total.entries else 0.0,
-        rho=rho(shared, unique),
-        lambda_=_mean_lambda(i, plan) if plan.config.method == "ram" else None,
-        weight=plan.config.weight(name),
+        **_numbers(i, plan.total, plan.counts, plan),
+        weight=plan.config.weight(plan.agents[i]),
         threshold=None if plan.config.ulp else plan.thresholds[i],
-        norm=square**0.5,
-        kept=float(total.square_active[i]) / square if square else 1.0,
-        largest=float(total.largest[i]),
         dtypes=_dtypes(store),
     )
 
 
-def _mean_lambda(i: int, plan: Plan) -> float:
-    if plan.config.rho == "global" or not plan.total.unique[i]:
+def _numbers(i: int, counts: Counts, names: Iterable[str], plan: Plan) -> dict[str, Any]:
+    """The fields of an [`Update`]: agent `i` in the tensors `names`, whose counts are `counts`."""
+    active, shared, unique = int(counts.active[i]), int(counts.shared[i]), int(counts.unique[i])
+    square = float(counts.square[i])
+    return {
+        "entries": counts.entries,
+        "active": active,
+        "shared": shared,
+        "unique": unique,
+        "density": active / counts.entries if counts.entries else 0.0,
+        "rho": rho(shared, unique),
+        "lambda": _mean_lambda(i, unique, names, plan) if plan.config.method == "ram" else None,
+        "norm": square**0.5,
+        "kept": float(counts.square_active[i]) / square if square else 1.0,
+        "largest": float(counts.largest[i]),
+    }
+
+
+def _mean_lambda(i: int, unique: int, names: Iterable[str], plan: Plan) -> float:
+    """λ of agent `i` in the tensors `names`, which hold `unique` unique entries of it."""
+    if plan.config.rho == "global" or not unique:
         return plan.lambdas("")[i] if plan.config.rho == "global" else 1.0
-    weighted = sum(plan.lambdas(name)[i] * int(counts.unique[i]) for name, counts in plan.counts.items())
-    return weighted / int(plan.total.unique[i])
+    return sum(plan.lambdas(name)[i] * int(plan.counts[name].unique[i]) for name in names) / unique
 
 
-def _pair_report(i: int, j: int, plan: Plan) -> PairReport:
-    total = plan.total
-    both = int(total.both[i, j])
-    density_i, density_j = (int(total.active[k]) / max(total.entries, 1) for k in (i, j))
-    either = int(total.active[i]) + int(total.active[j]) - both
+def _pair_reports(counts: Counts, plan: Plan) -> list[PairReport]:
+    return [_pair_report(i, j, counts, plan) for i, j in combinations(range(len(plan.agents)), 2)]
+
+
+def _pair_report(i: int, j: int, counts: Counts, plan: Plan) -> PairReport:
+    both = int(counts.both[i, j])
+    density_i, density_j = (int(counts.active[k]) / max(counts.entries, 1) for k in (i, j))
+    either = int(counts.active[i]) + int(counts.active[j]) - both
     by_chance = density_i + density_j - density_i * density_j
     return PairReport(
         agents=(plan.agents[i], plan.agents[j]),
         both=both,
         jaccard=both / either if either else 0.0,
         jaccard_by_chance=density_i * density_j / by_chance if by_chance else 0.0,
-        sign_agreement=int(total.agree[i, j]) / both if both else None,
+        sign_agreement=int(counts.agree[i, j]) / both if both else None,
     )
+
+
+def _sign_conflict(counts: Counts) -> float | None:
+    return counts.conflicting / counts.touched_by_many if counts.touched_by_many else None
+
+
+def _sum(names: Iterable[str], plan: Plan) -> Counts:
+    return reduce(Counts.__add__, (plan.counts[name] for name in names), Counts.zero(len(plan.agents)))
 
 
 def _dtypes(store: Store) -> list[str]:
     return sorted({str(store.dtype(name)).removeprefix("torch.") for name in mergeable(store)})
-
-
-def _warnings(agents: Mapping[str, AgentReport], base_dtypes: list[str], plan: Plan) -> list[str]:
-    warnings = []
-    for name, agent in agents.items():
-        if agent.largest == 0:
-            warnings.append(f"agent '{name}' is identical to the base; it adds nothing")
-        elif agent.active == 0:
-            warnings.append(
-                f"agent '{name}' has no active entry: {_why_inactive(agent, plan)}; it adds nothing - use `top`, or a "
-                "smaller `epsilon`"
-            )
-        elif agent.kept < MOSTLY_DROPPED and plan.config.top_fraction is None and not plan.config.ulp:
-            warnings.append(
-                f"agent '{name}' loses {1 - agent.kept:.0%} of its update (squared norm): that part lies in entries "
-                f"with |τ| of at most epsilon = {agent.threshold:.3g} - is lr × steps below epsilon? Use `top`, or a "
-                "smaller `epsilon`"
-            )
-    if plan.config.method == "ram" and len(agents) > 1:
-        warnings += _degenerate(agents, plan)
-    narrow = [f"'{name}' in {', '.join(a.dtypes)}" for name, a in agents.items() if "float32" not in a.dtypes]
-    if narrow and "float32" in base_dtypes and not plan.config.ulp:
-        warnings.append(
-            f"the base is stored in {', '.join(base_dtypes)}, but agents are in less ({'; '.join(narrow)}): rounding "
-            "alone counts as changed - use `ulp`, or as base the checkpoint in the agents' precision"
-        )
-    kinds = {name: ", ".join(agent.dtypes) for name, agent in agents.items()}
-    if len(set(kinds.values())) > 1:
-        told = "; ".join(f"'{name}' in {kind}" for name, kind in kinds.items())
-        warnings.append(f"agents are stored in different precision ({told}): what counts as changed differs by agent")
-    return warnings
-
-
-def _degenerate(agents: Mapping[str, AgentReport], plan: Plan) -> list[str]:
-    total = plan.total
-    if total.touched and total.touched_by_many / total.touched > MOSTLY_SHARED:
-        names = ", ".join(f"'{name}'" for name in agents)
-        return [
-            f"{total.touched_by_many / total.touched:.1%} of the active entries of agents {names} are shared: RAM is "
-            "plain averaging here - use `top`, or a larger `epsilon`"
-        ]
-    return [
-        f"agent '{name}' has no unique entry (all {agent.active} active ones are shared), so nothing of it is rescaled"
-        for name, agent in agents.items()
-        if agent.active and not agent.unique
-    ]
-
-
-def _why_inactive(agent: AgentReport, plan: Plan) -> str:
-    if plan.config.ulp:
-        return f"its largest |τ|, {agent.largest:.3g}, changes no weight once rounded to 16 bits"
-    return (
-        f"its largest |τ| is {agent.largest:.3g}, not above epsilon = {agent.threshold:.3g} (lr × steps is below "
-        "epsilon)"
-    )

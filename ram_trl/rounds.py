@@ -20,7 +20,6 @@ from ram_trl.continual import Decision, Publication
 from ram_trl.engine import make_plan, merge_spans
 from ram_trl.files import DamagedFileError, flush, partial, read_json, settle, write_json
 from ram_trl.hub import Hub
-from ram_trl.plan import Plan
 from ram_trl.report import MergeReport, make_report
 from ram_trl.team import Team
 from ram_trl.weights import Span, Store
@@ -104,6 +103,12 @@ class Rounds:
         base, agents, references = self._team.together(opened)
         reduce = self._team.reduce
         plan = make_plan(base, agents, self.config, workers, references=references, spans=spans, reduce=reduce)
+        # Readers want the criterion that the agents applied when they published.
+        told = {"config": self.merge, "criterion": self.merge.criterion}
+        report = make_report(base, agents, plan).model_copy(update=told)
+        path = self._hub.round_folder(decision.round) / "report.json"
+        # Before the state: a round that is made has a report, whoever dies when.
+        self._team.together(lambda: write_json(path, _described(report, decision)) if self._team.first else None)
         pieces = list(blocks(spans))
 
         def write(writer: BlockWriter) -> None:
@@ -115,15 +120,10 @@ class Rounds:
                 writer.add(span, values)
 
         write_folder(self._team, folder, {"round": decision.round}, dict.fromkeys(self.shapes, torch.float32), write)
-        # Readers want the criterion that the agents applied when they published.
-        told = {"config": self.merge, "criterion": self.merge.criterion}
-        report = make_report(base, agents, plan).model_copy(update=told)
-        if self._team.first:
-            write_json(self._hub.round_folder(decision.round) / "report.json", _described(report, decision, plan))
         return report
 
 
-def _described(report: MergeReport, decision: Decision, plan: Plan) -> dict[str, Any]:
+def _described(report: MergeReport, decision: Decision) -> dict[str, Any]:
     return report.model_dump(mode="json", by_alias=True) | {"decision": decision.model_dump(mode="json")}
 
 

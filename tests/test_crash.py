@@ -259,6 +259,8 @@ def kill_at_every_call(case: Case, times: tuple[str, ...], tmp_path: Path) -> No
             told = f"killed {when} call {number} ({call})"
             for thing, files in crash.made_things(hub).items():
                 assert files == whole[thing], f"{told}: {thing} is half-made"
+            for made in (hub / "state").glob("round-*[1-9]"):
+                assert (hub / "rounds" / made.name / "report.json").exists(), f"{told}: {made.name} has no report"
             try:
                 crash.check_latest(world.hub, world.folder)
                 crash.forked(survive)

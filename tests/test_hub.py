@@ -14,7 +14,7 @@ import torch
 from ram_trl import hub as hub_module
 from ram_trl.config import ContinualConfig, MergeConfig
 from ram_trl.continual import Decision, Publication
-from ram_trl.export import export_round
+from ram_trl.export import Exporter, export_round
 from ram_trl.files import PARTIAL, DamagedFileError, link_json, write_json
 from ram_trl.hub import Heartbeat, Hub, HubError, Watch
 from ram_trl.member import Member
@@ -452,6 +452,28 @@ def test_sweep_goes_on_when_latest_is_damaged(five_rounds):
     assert 5 in numbers(five_rounds)["generalist"]
 
 
+def test_sweep_removes_what_killed_processes_left_of_old_rounds(five_rounds):
+    left = [five_rounds.path / kind / f".round-000{n}.partial-1-ab" for kind in ("state", "generalist") for n in (3, 5)]
+    for folder in left:
+        folder.mkdir()
+    five_rounds.sweep(2, ["a0", "a1"])
+    assert [folder.exists() for folder in left] == [False, True, False, True]  # round 5 may be in the making
+
+
+def test_an_agent_that_comes_back_removes_what_it_left_half_made(tmp_path):
+    world = world_in(tmp_path)
+    one_round(world)
+    half = world.hub.agent_folder("tool") / ".publication-000002.partial-1-ab"
+    half.mkdir()
+    (half / "rank-00000-of-00001.safetensors").write_bytes(b"half")
+    of_another = world.hub.agent_folder("code") / half.name
+    of_another.mkdir()
+    world.restart("tool")
+    assert not half.exists()
+    assert of_another.exists()  # its process may be alive
+    assert world.hub.next_sequence("tool") == 2
+
+
 def test_sweep_in_the_real_life_of_agents_leaves_the_run_able_to_go_on(tmp_path):
     world = world_in(tmp_path)
     three_rounds(world)
@@ -507,6 +529,25 @@ def test_latest_does_not_move_backwards_when_two_exporters_finish_at_once(hub, m
     monkeypatch.setattr(hub_module, "write_json", overtaken)
     hub.point_latest(2)
     assert hub.latest() == 3
+
+
+def test_agents_of_one_process_share_an_exporter(tmp_path):
+    """It lives until the last of them leaves, and what was queued is there then."""
+    world = world_in(tmp_path)
+    three_rounds(world)
+    for number in (1, 2, 3):
+        shutil.rmtree(world.hub.generalist_folder(number))
+    (world.hub.path / "generalist" / "latest.json").unlink()
+    tool, code = (Exporter.shared_by(agent, world.hub.path, world.folder) for agent in ("tool", "code"))
+    assert tool is code
+    assert Exporter.shared_by("tool", tmp_path / "other", world.folder) is not tool
+    tool.start(2)
+    tool.leave("tool")
+    code.start(3)
+    code.leave("code")
+    assert world.hub.latest() == 3
+    card = (world.hub.generalist_folder(3) / "README.md").read_text()
+    assert "publication 3, of step" in card
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"content": {"round": 9}, "crc32": 1}'])

@@ -236,3 +236,32 @@ def run_schedule(operations: list[tuple[str, str]], criterion: str, carry: bool,
             elif agent in world.members:
                 getattr(world, operation)(agent)
         world.check()
+
+
+@pytest.mark.parametrize("observe", [False, True])
+def test_the_end_of_a_run_with_nothing_left_closes_no_further_round(tmp_path, observe):
+    world = World(tmp_path, "epsilon", carry=False, observe=observe)
+    for agent in ("code", "tool"):
+        world.join(agent)
+        world.train(agent)
+    for agent in ("code", "tool"):
+        world.publish(agent)
+    world.close("code")
+    for agent in ("code", "tool"):
+        world.load(agent)
+        world.finish(agent)
+    assert len(world.hub.decisions()) == 1
+    world.check()
+
+
+def test_the_end_of_a_run_merges_what_is_left_of_a_single_agent(tmp_path):
+    world = World(tmp_path, "epsilon", carry=True, observe=False)
+    for agent in ("code", "tool"):
+        world.join(agent)
+    world.meet("code")
+    world.load("tool")
+    world.train("tool")
+    world.finish("code")
+    world.finish("tool")
+    assert len(world.hub.decisions()) == 2
+    world.check()

@@ -297,6 +297,10 @@ class Blocks:
                 files = ", ".join(str(file.path) for file in self._files)
                 raise BlockFileError(f"{files}: '{name}' is covered up to entry {reached} of {entries}")
 
+    def stored(self) -> int:
+        """Number of entries that the files hold: the active ones of a publication."""
+        return sum(file.active() for file in self._files)
+
     def names(self) -> list[str]:
         return list(self._shapes)
 
