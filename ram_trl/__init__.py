@@ -9,6 +9,7 @@ from ram_trl.problems import MergeInputError, Problem
 from ram_trl.report import MergeReport
 
 if TYPE_CHECKING:
+    from ram_trl.adapters import merge_adapters
     from ram_trl.callback import RAMCallback, attach
     from ram_trl.turns import take_turns
 
@@ -20,6 +21,7 @@ __all__ = [
     "RAMCallback",
     "attach",
     "merge",
+    "merge_adapters",
     "merge_state_dicts",
     "probe",
     "take_turns",
@@ -32,6 +34,10 @@ def __getattr__(name: str) -> Any:
         from ram_trl import callback
 
         return getattr(callback, name)
+    if name == "merge_adapters":
+        from ram_trl.adapters import merge_adapters
+
+        return merge_adapters
     if name == "take_turns":
         from ram_trl.turns import take_turns
 

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
     PreTrainedModel,
@@ -27,8 +26,7 @@ from ram_trl.hub import Hub, HubError
 from ram_trl.member import Member, MemberState, Met
 from ram_trl.team import Team
 from ram_trl.turns import rest
-from ram_trl.weights import live as trainers
-from ram_trl.weights.live import LiveWeights
+from ram_trl.weights.live import LiveWeights, Reference, trainers
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +68,9 @@ class RAMCallback(TrainerCallback):
             Agents that the first round waits for even before they have joined.
         moments (`str`, *optional*, defaults to `"keep"`):
             Optimizer moments after loading: `"keep"` or `"reset"`.
+        reference (`str`, *optional*, defaults to `"keep"`):
+            The reference model (β > 0): `"keep"`, or `"generalist"` to load every round into it, which needs
+            [`attach`].
         on_hub_error (`str`, *optional*, defaults to `"skip"`):
             `"skip"` trains on when the hub cannot be read or written; `"raise"` stops.
         keep_rounds (`int`, *optional*, defaults to `3`):
@@ -99,6 +100,7 @@ class RAMCallback(TrainerCallback):
         timeout: float = 1800,
         agents: Sequence[str] = (),
         moments: Literal["keep", "reset"] = "keep",
+        reference: Literal["keep", "generalist"] = "keep",
         on_hub_error: Literal["skip", "raise"] = "skip",
         keep_rounds: int = 3,
         scorer: Scorer | None = None,
@@ -118,6 +120,7 @@ class RAMCallback(TrainerCallback):
             timeout=timeout,
             agents=tuple(agents),
             moments=moments,
+            reference=reference,
             on_hub_error=on_hub_error,
             keep_rounds=keep_rounds,
             heartbeat=heartbeat,
@@ -140,8 +143,9 @@ class RAMCallback(TrainerCallback):
                 "they end; use ram_trl.attach(trainer, …) in place of callbacks=[…]"
             )
         self._team = Team()
-        self._live = LiveWeights(kwargs["model"], self._team)
-        self._exporter = Exporter(self.hub.path, self.base)
+        self._reference = self._bound_reference(args) if self.config.reference == "generalist" else None
+        self._live = LiveWeights(kwargs["model"], self._team, kwargs.get("optimizer"))
+        self._exporter = Exporter.shared_by(self.agent, self.hub.path, self.base)
         self._due = False
         self._member = Member(
             self.hub, self.agent, self.base, self._live, self.config, export=self._exporter.start, rest=rest
@@ -150,6 +154,7 @@ class RAMCallback(TrainerCallback):
         told = self._member.join(state.global_step, checkpoint, self.resume)
         if self._team.first:
             logger.info(told)
+        self._refer_to_generalist()
         self._remember(state)
 
     def on_step_end(
@@ -170,7 +175,7 @@ class RAMCallback(TrainerCallback):
         before = self._member.round
         met = self._member.meet(state.global_step)
         if self._member.round != before and not self._member.observes:
-            self._after_loading(kwargs.get("optimizer"))
+            self._after_loading()
         self._remember(state)
         self._log(met, self._scored(met, kwargs["model"], kwargs["processing_class"]))
 
@@ -184,7 +189,7 @@ class RAMCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self._log(self._member.finish(state.global_step))
-        self._exporter.close()
+        self._exporter.leave(self.agent)
 
     # ---- helpers ------------------------------------------------------------------------------------------------
 
@@ -208,11 +213,32 @@ class RAMCallback(TrainerCallback):
             self._live.restore_rounded_off(load_file(path))
         return MemberState(**held)
 
-    def _after_loading(self, optimizer: torch.optim.Optimizer | None) -> None:
-        if self.config.moments == "reset" and optimizer is not None:
-            trainers.reset_moments(optimizer)
+    def _after_loading(self) -> None:
+        if self.config.moments == "reset":
+            self._live.forget_moments()
+        self._refer_to_generalist()
         if self.trainer is not None:
             trainers.forget_pushed_weights(self.trainer)
+
+    def _bound_reference(self, args: TrainingArguments) -> Reference:
+        model = getattr(self.trainer, "ref_model", None)
+        if model is None:
+            why = (
+                "a callback alone is not handed the reference model: use ram_trl.attach(trainer, …)"
+                if self.trainer is None
+                else "this trainer has none (beta is 0, or it trains adapters); set beta above 0"
+            )
+            raise ValueError(
+                f"agent '{self.agent}': reference=\"generalist\" loads rounds into a reference model; {why}"
+            )
+        if self.config.resync == "none" or getattr(args, "sync_ref_model", False):
+            why = "agents that observe never load one" if self.config.resync == "none" else "sync_ref_model mixes it"
+            raise ValueError(f"agent '{self.agent}': reference=\"generalist\" keeps it at the generalist, but {why}")
+        return Reference(model, self._team)
+
+    def _refer_to_generalist(self) -> None:
+        if self._reference is not None:
+            self._reference.load(lambda: self._member.state_of(self._member.round))
 
     def _scored(self, met: Met, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[str, float]:
         scorer = self.scorer

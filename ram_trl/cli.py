@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import signal
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, NoReturn, TypeVar
 
 import typer
 from pydantic import ValidationError
 from rich.console import Console
 
 from ram_trl.config import MergeConfig, read_yaml
-from ram_trl.offline import SHARD_SIZE, find_problems, is_size, merge, probe
+from ram_trl.generalist import DTYPES
+from ram_trl.offline import SHARD_SIZE, find_problems, is_size, merge, outline, probe
+from ram_trl.outline import show_outline
 from ram_trl.problems import MergeInputError, Problem
-from ram_trl.report import MergeReport
-from ram_trl.tables import show_report
+from ram_trl.tables import show_probe, show_report
+
+Result = TypeVar("Result")
 
 app = typer.Typer(help=__doc__, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
@@ -37,13 +42,23 @@ Scale = Annotated[float | None, typer.Option(help="task_arithmetic, ties, dare: 
 Drop = Annotated[float | None, typer.Option(help="dare: share of entries dropped.")]
 Seed = Annotated[int | None, typer.Option(help="dare: seed of the mask.")]
 Weights = Annotated[list[str] | None, typer.Option("--weight", help="NAME=FACTOR on an agent's task vector.")]
+Dtype = Annotated[str | None, typer.Option(help="Of the output: auto (as the base), float32, bfloat16 or float16.")]
+ShardSize = Annotated[str | None, typer.Option(help=f"Largest weight file; {SHARD_SIZE} by default.")]
+Device = Annotated[str | None, typer.Option(help="Where chunks are worked on: cpu (default) or cuda.")]
 Threads = Annotated[int | None, typer.Option(help="Threads; by default the CPUs there are.")]
+MixedDtypes = Annotated[
+    bool | None, typer.Option("--allow-mixed-dtypes", help="Merge agents stored in different precision.")
+]
 
-FILE_KEYS = ("base", "agents", "out", "shard_size", "threads")
+JOB_KEYS = ("base", "out", "dtype", "shard_size", "device", "threads", "allow_mixed_dtypes")
+"""Options that say what to merge into what; in a YAML file there is `agents`, too."""
+KNOBS = ("preset", "method", "epsilon", "top", "ulp", "r", "alpha", "rho", "scale", "drop", "seed")
+"""Options that are the knobs of a `MergeConfig`; in a YAML file there is `weights`, too."""
 
 
 @app.command("merge")
 def merge_command(
+    context: typer.Context,
     base: Base = None,
     agent: Agents = None,
     out: Out = None,
@@ -60,22 +75,32 @@ def merge_command(
     drop: Drop = None,
     seed: Seed = None,
     weight: Weights = None,
-    shard_size: Annotated[str | None, typer.Option(help=f"Largest weight file; {SHARD_SIZE} by default.")] = None,
+    dtype: Dtype = None,
+    shard_size: ShardSize = None,
+    device: Device = None,
     threads: Threads = None,
+    allow_mixed_dtypes: MixedDtypes = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check, and tell what would be done; no more.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with a merge that was killed.")] = False,
 ) -> None:
     """Merge agents into one model that from_pretrained opens."""
-    flags = {"preset": preset, "method": method, "epsilon": epsilon, "top": top, "ulp": ulp, "r": r, "alpha": alpha}
-    flags |= {"rho": rho, "scale": scale, "drop": drop, "seed": seed}
-    given = {"base": base, "out": out, "shard_size": shard_size, "threads": threads}
-    job, knobs = _settled(config, given, agent, flags, weight, needed=("base", "agents", "out"))
-    size, threads = job.get("shard_size", SHARD_SIZE), job.get("threads")
-    report = _run(lambda: merge(job["base"], job["agents"], job["out"], knobs, max_shard_size=size, threads=threads))
+    job, knobs = _settled(context.params, needed=("base", "agents", "out"), thorough=not dry_run)
+    inputs = job.pop("base"), job.pop("agents"), job.pop("out"), knobs
+    if "shard_size" in job:
+        job["max_shard_size"] = job.pop("shard_size")
+    if dry_run:
+        show_outline(_run(lambda: outline(*inputs, **job)), Console())
+        return
+    # What is finished by then stays for --resume; the rest is removed on the way out.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    report = _run(lambda: merge(*inputs, **job, resume=resume))
     show_report(report, Console())
     Console().print(f"generalist: {report.out}", soft_wrap=True, highlight=False, markup=False, emoji=False)
 
 
 @app.command("probe")
 def probe_command(
+    context: typer.Context,
     base: Base = None,
     agent: Agents = None,
     config: ConfigFile = None,
@@ -90,16 +115,27 @@ def probe_command(
     weight: Weights = None,
     threads: Threads = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+    plot: Annotated[Path | None, typer.Option(help="Folder to write pictures to.")] = None,
 ) -> None:
-    """Count what a merge would do: density, overlap, rho, lambda. Writes nothing."""
-    flags = {"preset": preset, "method": method, "epsilon": epsilon, "top": top, "ulp": ulp, "r": r, "alpha": alpha}
-    flags |= {"rho": rho}
-    job, knobs = _settled(config, {"base": base, "threads": threads}, agent, flags, weight, needed=("base", "agents"))
+    """Count what a merge would do, by kind of tensor and layer, and recommend a criterion. Writes no model."""
+    job, knobs = _settled(context.params, needed=("base", "agents"))
     report = _run(lambda: probe(job["base"], job["agents"], knobs, threads=job.get("threads")))
     if as_json:
         print(report.to_json(), end="")
     else:
-        show_report(report, Console())
+        show_probe(report, Console())
+    if plot is not None:
+        # matplotlib takes half a second to import, and only pictures need it.
+        from ram_trl.plots import save_merge_plots
+
+        try:
+            pictures = save_merge_plots(report, plot)
+        except OSError as error:
+            _stop(error)
+        if not as_json:
+            Console().print(
+                f"pictures: {', '.join(map(str, pictures))}", soft_wrap=True, highlight=False, markup=False
+            )
 
 
 @app.command("demo")
@@ -148,32 +184,37 @@ def status_command(
 
 
 def _settled(
-    file: Path | None,
-    given: Mapping[str, Any],
-    agents: list[str] | None,
-    flags: Mapping[str, Any],
-    weights: list[str] | None,
-    needed: Iterable[str],
+    options: Mapping[str, Any], needed: Iterable[str], thorough: bool = True
 ) -> tuple[dict[str, Any], MergeConfig]:
-    """What to merge and how, from a YAML file and the command line; stops with all problems at once."""
+    """
+    What to merge and how, from a YAML file and the command line; stops with all problems at once.
+
+    Args:
+        options (`Mapping[str, Any]`):
+            The options of the command, by parameter name; `None` where one is not given.
+        needed (`Iterable[str]`):
+            Of `base`, `agents` and `out`, those that must be given by either.
+        thorough (`bool`, *optional*):
+            If there are problems, look for NaN in the weights, too.
+    """
     problems: list[Problem] = []
     job: dict[str, Any] = {}
     layers: list[dict[str, Any]] = []
-    if file is not None:
+    if options["config"] is not None:
         try:
-            values = read_yaml(file)
+            values = read_yaml(options["config"])
         except ValueError as error:
             problems.append(Problem("config", str(error)))
         else:
-            job = {key: values.pop(key) for key in FILE_KEYS if values.get(key) is not None}
+            job = {key: values.pop(key) for key in (*JOB_KEYS, "agents") if values.get(key) is not None}
             layers.append(values)
-    job |= {key: value for key, value in given.items() if value is not None}
-    named = _pairs(agents, "--agent", "NAME=FOLDER", problems)
+    job |= {key: options[key] for key in JOB_KEYS if options.get(key) is not None}
+    named = _pairs(options["agent"], "--agent", "NAME=FOLDER", problems)
     problems += _check_job(job)
     if named:
         job["agents"] = job.get("agents", {}) | named
-    layers.append({key: value for key, value in flags.items() if value is not None})
-    factors = _numbers(_pairs(weights, "--weight", "NAME=FACTOR", problems), problems)
+    layers.append({knob: options[knob] for knob in KNOBS if options.get(knob) is not None})
+    factors = _numbers(_pairs(options["weight"], "--weight", "NAME=FACTOR", problems), problems)
     if factors:
         layers[-1]["weights"] = factors
     for key in needed:
@@ -190,7 +231,8 @@ def _settled(
     if problems:
         if job.get("base") and job.get("agents"):
             names = MergeConfig(weights=dict.fromkeys(factors, 1.0))
-            problems += find_problems(job["base"], job["agents"], job.get("out"), names, thorough=True)
+            checked = {key: job[key] for key in ("out", "device", "allow_mixed_dtypes") if key in job}
+            problems += find_problems(job["base"], job["agents"], config=names, thorough=thorough, **checked)
         _stop(MergeInputError(problems))
     return job, knobs
 
@@ -203,6 +245,9 @@ def _check_job(job: dict[str, Any]) -> list[Problem]:
         "agents": ("`name: folder` pairs", lambda v: isinstance(v, dict) and _all_text(v)),
         "threads": ("a whole number, at least 1", lambda v: type(v) is int and v >= 1),
         "shard_size": ("a size such as 5GB", is_size),
+        "dtype": ("auto, float32, bfloat16 or float16", lambda v: v in ("auto", *DTYPES)),
+        "device": ("cpu or cuda", lambda v: v in ("cpu", "cuda")),
+        "allow_mixed_dtypes": ("true or false", lambda v: isinstance(v, bool)),
     }
     return [
         Problem("config", f"{key} is {job.pop(key)!r}, expected {what}")
@@ -245,7 +290,7 @@ def _sentence(detail: Mapping[str, Any]) -> str:
     return f"{knob} = {detail['input']!r}: {message}" if knob else message
 
 
-def _run(work: Callable[[], MergeReport]) -> MergeReport:
+def _run(work: Callable[[], Result]) -> Result:
     try:
         return work()
     except (MergeInputError, OSError) as error:

@@ -221,6 +221,9 @@ class ContinualConfig(BaseModel):
             Agents that the first round waits for even before they have joined.
         moments (`str`, *optional*, defaults to `"keep"`):
             Optimizer moments after loading: `"keep"` or `"reset"` (moments and their step count).
+        reference (`str`, *optional*, defaults to `"keep"`):
+            The trainer's reference model (β > 0): `"keep"` leaves it as the trainer made it, `"generalist"` loads
+            every round into it, so that the KL term holds agents near the generalist they loaded.
         on_hub_error (`str`, *optional*, defaults to `"skip"`):
             A hub that cannot be read or written (full disk, lost mount): `"skip"` trains on and publishes at the next
             merge; `"raise"` stops. Wrong numbers always raise.
@@ -242,6 +245,7 @@ class ContinualConfig(BaseModel):
     timeout: float = Field(default=1800, gt=0)
     agents: tuple[str, ...] = ()
     moments: Literal["keep", "reset"] = "keep"
+    reference: Literal["keep", "generalist"] = "keep"
     on_hub_error: Literal["skip", "raise"] = "skip"
     keep_rounds: int = Field(default=3, ge=1)
     heartbeat: float = Field(default=10, gt=0)

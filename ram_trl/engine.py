@@ -15,10 +15,12 @@ from typing import Literal, TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ram_trl import criterion
 from ram_trl.config import MergeConfig
+from ram_trl.elementwise import above, below, bits, how_many, largest, packed
 from ram_trl.methods import Chunk, rule
 from ram_trl.methods.chunk import Update
 from ram_trl.plan import Counts, Plan
@@ -31,6 +33,9 @@ from ram_trl.workers import Workers
 
 CHUNK = 1 << 17
 """Entries per chunk: the working set of a few agents stays in the cache of a core."""
+
+SAMPLE = 1 << 11
+"""Entries of each chunk that tell about where the `top` threshold lies."""
 
 Reduce = Callable[[Tensor, Literal["sum", "max"]], Tensor]
 """Combines a tensor elementwise over the ranks of a job; every rank gets the result."""
@@ -93,9 +98,10 @@ def make_plan(
     names = sorted(agents)
     compared = _compared(base, agents, references)
     thresholds = [config.fixed_epsilon] * len(names)
-    if config.top_fraction is not None:
-        k = criterion.wanted(config.top_fraction, sum(entries(base, name) for name in mergeable(base)))
-        thresholds = _top_thresholds(compared, k, workers, spans, reduce, chunk, advance)
+    total = sum(entries(base, name) for name in mergeable(base))
+    if config.top_fraction is not None and total:
+        k = criterion.wanted(config.top_fraction, total)
+        thresholds = _top_thresholds(compared, k, total, workers, spans, reduce, chunk, advance)
     # ε is compared in fp32, so it is rounded to fp32 once, here.
     thresholds = [float(np.float32(threshold)) for threshold in thresholds]
 
@@ -152,8 +158,8 @@ def merge_spans(
 
 
 def reads(config: MergeConfig) -> int:
-    """How often `make_plan` reads each entry: once to count, twice more to find the `top` thresholds."""
-    return 3 if config.top_fraction is not None else 1
+    """How often `make_plan` reads each entry: once to count, once more to find the `top` thresholds."""
+    return 2 if config.top_fraction is not None else 1
 
 
 def merge_state_dicts(
@@ -250,10 +256,9 @@ def stored(values: Tensor, dtype: torch.dtype, span: Span) -> Tensor:
         `MergeInputError`: if an entry overflows to Inf.
     """
     result = values.to(dtype)
-    if not torch.isfinite(result).all():
-        peak = float(values.abs().max())
-        largest = torch.finfo(dtype).max
-        what = f"'{span.name}' merges to {peak:.6g}, beyond what {dtype} holds ({largest:.6g}); "
+    peak, limit = largest(values), torch.finfo(dtype).max
+    if not peak <= limit and not torch.isfinite(result).all():
+        what = f"'{span.name}' merges to {peak:.6g}, beyond what {dtype} holds ({limit:.6g}); "
         what += "a weight, r or scale is too large" if dtype == torch.float32 else "save the base in a wider dtype"
         raise MergeInputError([Problem("output", what, span.name)])
     return result
@@ -273,6 +278,10 @@ class Compared:
         reference = base if self.is_base else span.of(self.reference)
         return theta, reference, theta - reference
 
+    def tau(self, span: Span) -> Tensor:
+        """τ on a span."""
+        return span.of(self.store) - span.of(self.reference)
+
 
 def _compared(base: Store, agents: Mapping[str, Store], references: Mapping[str, Store] | None) -> list[Compared]:
     """By sorted name."""
@@ -285,14 +294,13 @@ def _load(base: Store, compared: Sequence[Compared], plan: Plan, span: Span) -> 
     updates = []
     for agent, against, threshold in zip(plan.agents, compared, plan.thresholds, strict=True):
         theta, reference, tau = against.read(span, before)
-        active = criterion.active_mask(theta, reference, tau, plan.config, threshold, base.dtype(span.name))
-        tau = torch.where(active, tau, 0.0)
+        mask, tau = criterion.active(theta, reference, tau, plan.config, threshold, base.dtype(span.name))
         weight = plan.config.weight(agent)
         if weight != 1:
             tau = tau * weight
         if weight != 1 or not against.is_base:
             theta = before + tau
-        updates.append(Update(agent, tau, active, theta))
+        updates.append(Update(agent, tau, bits(mask), theta))
     return Chunk(span.name, span.start, before, updates)
 
 
@@ -300,82 +308,114 @@ def _count(
     base: Store, compared: Sequence[Compared], config: MergeConfig, thresholds: Sequence[float], span: Span
 ) -> Counts:
     before = span.of(base)
-    masks, positive, negative, largest, square, square_active = [], [], [], [], [], []
-    for against, threshold in zip(compared, thresholds, strict=True):
-        theta, reference, tau = against.read(span, before)
-        active = criterion.active_mask(theta, reference, tau, config, threshold, base.dtype(span.name))
-        masks.append(active)
-        positive.append(active & (tau > 0))
-        negative.append(active & (tau < 0))
-        largest.append(float(tau.abs().max()))
-        square.append(_square(tau))
-        tau = torch.where(active, tau, 0.0)
-        square_active.append(_square(tau))
-
     agents = len(compared)
+    peaks, square, square_active = np.zeros(agents), np.zeros(agents), np.zeros(agents)
+    # Bits of active entries, and of those with τ > 0 and τ < 0, a row per agent: what several agents changed, and
+    # in which direction, is counted 64 entries at a time.
+    words = -(-len(span) // 64)
+    active, up, down = (np.zeros((agents, words), np.uint64) for _ in range(3))
+    for i, (against, threshold) in enumerate(zip(compared, thresholds, strict=True)):
+        theta, reference, tau = against.read(span, before)
+        mask, thinned = criterion.active(theta, reference, tau, config, threshold, base.dtype(span.name))
+        peaks[i] = largest(tau)
+        square[i], square_active[i] = _square(tau, peaks[i]), _square(thinned, peaks[i])
+        active[i], up[i], down[i] = packed(mask), packed(above(thinned, 0)), packed(below(thinned, 0))
+
     both, agree = np.zeros((agents, agents), np.int64), np.zeros((agents, agents), np.int64)
+    one, many = np.zeros(words, np.uint64), np.zeros(words, np.uint64)
     for i in range(agents):
-        for j in range(i, agents):
-            both[i, j] = both[j, i] = _how_many(masks[i] & masks[j])
-            same = (positive[i] & positive[j]) | (negative[i] & negative[j])
-            agree[i, j] = agree[j, i] = _how_many(same)
-    one, many, up, down = (torch.zeros_like(masks[0]) for _ in range(4))
-    for mask, plus, minus in zip(masks, positive, negative, strict=True):
-        many |= one & mask
-        one |= mask
-        up |= plus
-        down |= minus
+        both[i, i:] = both[i:, i] = _ones(active[i] & active[i:])
+        agree[i, i:] = agree[i:, i] = _ones((up[i] & up[i:]) | (down[i] & down[i:]))
+        many |= one & active[i]
+        one |= active[i]
+    conflicting = np.bitwise_or.reduce(up) & np.bitwise_or.reduce(down)
     return Counts(
         entries=len(span),
         both=both,
         agree=agree,
-        shared=np.array([_how_many(mask & many) for mask in masks], np.int64),
-        touched=_how_many(one),
-        touched_by_many=_how_many(many),
-        conflicting=_how_many(up & down),
-        largest=np.array(largest),
-        square=np.array(square),
-        square_active=np.array(square_active),
+        shared=_ones(active & many),
+        touched=int(_ones(one)),
+        touched_by_many=int(_ones(many)),
+        conflicting=int(_ones(conflicting)),
+        largest=peaks,
+        square=square,
+        square_active=square_active,
     )
 
 
-def _square(tau: Tensor) -> float:
-    """Σ τ² in float64: in float32 it overflows from |τ| = 1e19 on and vanishes below 1e-23."""
-    wide = tau.double()
-    return float(wide.dot(wide))
+def _ones(words: NDArray[np.uint64]) -> NDArray[np.int64]:
+    """Number of bits set, along the last axis."""
+    return np.bitwise_count(words).sum(axis=-1, dtype=np.int64)
 
 
-def _how_many(mask: Tensor) -> int:
-    return int(torch.count_nonzero(mask))
+def _square(tau: Tensor, peak: float) -> float:
+    """Σ τ² of a chunk; in float64 where float32 would overflow, underflow, or add up too many."""
+    if not 1e-15 < peak < 1e15 or len(tau) > 2 * CHUNK:
+        tau = tau.double()
+    return float(tau.dot(tau))
 
 
 def _top_thresholds(
     compared: Sequence[Compared],
     k: int,
+    entries: int,
     workers: Workers,
     spans: Sequence[Span],
     reduce: Reduce,
     chunk: int,
     advance: Advance,
 ) -> list[float]:
-    def histograms(bins: int, of: Callable[[Tensor, int], Tensor]) -> Tensor:
-        def work(span: Span) -> tuple[int, Tensor]:
-            taus = (span.of(against.store) - span.of(against.reference) for against in compared)
-            return len(span), torch.stack([of(tau, i).cpu() for i, tau in enumerate(taus)])
+    pieces = list(cut(spans, chunk))
+    samples = [Span(piece.name, piece.start, min(piece.start + SAMPLE, piece.stop)) for piece in pieces]
+    found: dict[int, int] = {}
+    for looked_at in (samples, pieces):  # what the sample misses, the whole finds
+        left = [i for i in range(len(compared)) if i not in found]
+        if not left:
+            break
+        agents = [compared[i] for i in left]
+        histograms = reduce(_upper_histograms(agents, workers, looked_at), "sum")
+        brackets = [criterion.bracket(histogram, k, entries) for histogram in histograms]
+        above, within = _within(agents, brackets, workers, pieces, advance if looked_at is samples else lambda n: None)
+        above = reduce(above, "sum")
+        for i, bracket, over, counts in zip(left, brackets, above, within, strict=True):
+            pattern = criterion.kth_pattern(bracket, k - int(over), reduce(torch.from_numpy(counts), "sum"))
+            if pattern is not None:
+                found[i] = pattern
+    return [criterion.strict_threshold(found[i]) for i in range(len(compared))]
 
-        totals = torch.zeros(len(compared), bins, dtype=torch.int64)
-        for done, counted in workers.map(work, cut(spans, chunk)):
-            totals += counted
-            advance(done)
-        return reduce(totals, "sum")
 
-    upper = histograms(criterion.UPPER_BINS, lambda tau, i: criterion.upper_histogram(tau))
-    bins = [criterion.kth_bin(histogram, k) for histogram in upper]
-    lower = histograms(criterion.LOWER_BINS, lambda tau, i: criterion.lower_histogram(tau, bins[i][0]))
-    return [
-        criterion.strict_threshold(top, criterion.kth_bin(histogram, rank)[0])
-        for (top, rank), histogram in zip(bins, lower, strict=True)
-    ]
+def _upper_histograms(compared: Sequence[Compared], workers: Workers, spans: Sequence[Span]) -> Tensor:
+    def work(span: Span) -> Tensor:
+        return torch.stack([criterion.upper_histogram(against.tau(span)) for against in compared])
+
+    totals = torch.zeros(len(compared), criterion.UPPER_BINS, dtype=torch.int64)
+    for counted in workers.map(work, spans):
+        totals += counted
+    return totals
+
+
+def _within(
+    compared: Sequence[Compared],
+    brackets: Sequence[criterion.Bracket],
+    workers: Workers,
+    spans: Sequence[Span],
+    advance: Advance,
+) -> tuple[Tensor, list[NDArray[np.int64]]]:
+    """How many |τ| of each agent lie above its bracket, and how many have each bit pattern within it."""
+
+    def work(span: Span) -> tuple[int, list[tuple[int, NDArray[np.int32]]]]:
+        return len(span), [
+            bracket.split(against.tau(span)) for against, bracket in zip(compared, brackets, strict=True)
+        ]
+
+    above = torch.zeros(len(compared), dtype=torch.int64)
+    within = [np.zeros(bracket.stop - bracket.start, np.int64) for bracket in brackets]
+    for done, parts in workers.map(work, spans):
+        for i, (over, offsets) in enumerate(parts):
+            above[i] += over
+            np.add.at(within[i], offsets, 1)
+        advance(done)
+    return above, within
 
 
 def _reduced(local: Mapping[str, Counts], agents: int, reduce: Reduce) -> dict[str, Counts]:
@@ -440,7 +480,7 @@ def find_non_finite(where: str, store: Store, spans: Iterable[Span]) -> list[Pro
         bad = ~torch.isfinite(span.of(store))
         if bad.any():
             first.setdefault(span.name, span.start + int(bad.int().argmax()))
-            count[span.name] = count.get(span.name, 0) + _how_many(bad)
+            count[span.name] = count.get(span.name, 0) + how_many(bad)
     return [
         Problem(
             where,

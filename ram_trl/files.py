@@ -98,6 +98,17 @@ def write_all(descriptor: int, content: bytes | memoryview, offset: int | None =
         view = view[written:]
 
 
+@contextmanager
+def errors_name(path: Path) -> Iterator[None]:
+    """Errors of the system that do not say which file they are about, such as a full disk, get to name `path`."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno is not None:
+            error.filename = str(path)
+        raise
+
+
 def new_file(path: Path) -> int:
     """A descriptor of a file that did not exist; others may read it as the umask says."""
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)

@@ -109,9 +109,9 @@ def write_base_state(live: LiveWeights, folder: Path, hub: Hub, rounded: bool) -
             Round the base to bfloat16, as the model of the job that founded the hub was.
     """
     target = hub.state_folder(0)
-    if live.team.share(target.exists()):
+    if live.team.ask(target.exists):
         return
-    base = open_checkpoint(folder, "base").store
+    base = live.team.together(lambda: open_checkpoint(folder, "base").store)
 
     def write(writer: BlockWriter) -> None:
         for span in blocks(live.owned()):

@@ -20,7 +20,7 @@ from torch import Tensor
 from ram_trl.closing import Closer
 from ram_trl.config import ContinualConfig
 from ram_trl.continual import Decision, Publication, ages, last_consumed, loaded, restart
-from ram_trl.criterion import active_mask
+from ram_trl.criterion import active
 from ram_trl.digest import Digest
 from ram_trl.engine import make_plan
 from ram_trl.files import DamagedFileError, read_json, write_json
@@ -230,7 +230,7 @@ class Member:
         if verdict == "go on":
             return f"agent '{self.agent}' goes on from round {self.round}, which is still the newest"
         newest = self._made_state(decisions)
-        if verdict == "load and carry" and self._team.share(self.hub.state_folder(self.round).exists()):
+        if verdict == "load and carry" and self._team.ask(self.hub.state_folder(self.round).exists):
             self._move(newest, None, len(decisions))
             return f"agent '{self.agent}' loads round {self.round} and carries its own update"
         why = "part of it was merged meanwhile" if verdict == "load and drop" else "its old state was removed"
@@ -245,13 +245,15 @@ class Member:
         return f"agent '{self.agent}' loads round {self.round} and {dropped}: {why}"
 
     def _residual_norm(self) -> str:
-        if not self._team.share(self.hub.state_folder(self.round).exists()):
+        if not self._team.ask(self.hub.state_folder(self.round).exists):
             return "unknown"
         before = self._rounds.state(self.round)
-        square = 0.0
-        for span in cut(self._live.owned(), BLOCK):
-            tau = self._live.read(span.name, span.start, span.stop) - span.of(before)
-            square += float(tau.dot(tau))
+
+        def square_here() -> float:
+            taus = (span.of(self._live) - span.of(before) for span in cut(self._live.owned(), BLOCK))
+            return sum(float(tau.dot(tau)) for tau in taus)
+
+        square = self._team.together(square_here)
         return f"{float(self._team.reduce(torch.tensor([square], dtype=torch.float64), 'sum')) ** 0.5:.4g}"
 
     # ---- a merge point ------------------------------------------------------------------------------------------
@@ -297,7 +299,7 @@ class Member:
         decisions = self._decisions()
         if self.observes:
             return
-        if not self._team.share(self.hub.state_folder(self.round).exists()):
+        if not self._team.ask(self.hub.state_folder(self.round).exists):
             logger.warning(self._load_and_drop(decisions, "its old state was removed"))
         elif last_consumed(self.agent, decisions) > self.round:
             self.load(decisions)
@@ -319,27 +321,26 @@ class Member:
         before = self._team.together(lambda: self._rounds.state(base_round))
         live: Mapping[str, Store] = {self.agent: self._live}
         with Workers() as workers:
-            plan = make_plan(before, live, merge, workers, spans=owned, reduce=self._team.reduce, chunk=BLOCK)
+            plan = self._team.together(
+                lambda: make_plan(before, live, merge, workers, spans=owned, reduce=self._team.reduce, chunk=BLOCK)
+            )
 
             def write(writer: BlockWriter) -> None:
                 for span in blocks(owned):
                     theta, reference = span.of(self._live), span.of(before)
                     tau, threshold = theta - reference, plan.thresholds[0]
-                    mask = active_mask(theta, reference, tau, merge, threshold, torch.float32)
+                    mask, _ = active(theta, reference, tau, merge, threshold, torch.float32)
                     kept = theta if merge.ulp else self._live.stored(span.name, span.start, span.stop)
                     writer.add(span, kept.to(dtypes[span.name]), mask)
 
-            sequence = self._team.share(self._team.together(self._next_sequence))
+            sequence = self._team.ask(lambda: self.hub.next_sequence(self.agent))
             head = Publication(agent=self.agent, sequence=sequence, base_round=base_round, step=step)
             folder = self.hub.publication_folder(self.agent, sequence)
             write_folder(self._team, folder, head.model_dump(), dtypes, write)
-        return plan.total, self._team.share(self._size_of(folder))
-
-    def _next_sequence(self) -> int:
-        return self.hub.next_sequence(self.agent) if self._team.first else 0
+        return plan.total, self._team.ask(lambda: self._size_of(folder))
 
     def _size_of(self, folder: Path) -> int:
-        return sum(path.stat().st_size for path in folder.iterdir()) if self._team.first else 0
+        return sum(path.stat().st_size for path in folder.iterdir())
 
     def _finish_round(self, decisions: list[Decision], closed: bool, met: Met) -> None:
         self._made_state(decisions, closer=closed)
@@ -393,9 +394,7 @@ class Member:
         Returns:
             `bool`: whether a round was closed by this call.
         """
-        closed = self._team.share(
-            self._team.together(lambda: self._team.first and self._closer.close(self.hub.decisions(), late))
-        )
+        closed = self._team.ask(lambda: self._closer.close(self.hub.decisions(), late))
         if closed:
             self._made_state(self._decisions(), closer=True)
         return closed
@@ -405,7 +404,7 @@ class Member:
         for decision in decisions[-1:] if self.observes else self._unmade(decisions):
             folder = self.hub.state_folder(decision.round)
             deadline = time.monotonic() + (0 if closer else self._config.patience)
-            while not self._team.share(folder.exists()):
+            while not self._team.ask(folder.exists):
                 if self._team.share(time.monotonic() > deadline):
                     with Workers() as workers:
                         self._rounds.make_state(decision, self._live.owned(), workers)
@@ -417,7 +416,7 @@ class Member:
         """The newest run of decisions without a state, oldest first."""
         unmade: list[Decision] = []
         for decision in reversed(decisions):
-            if self._team.share(self.hub.state_folder(decision.round).exists()):
+            if self._team.ask(self.hub.state_folder(decision.round).exists):
                 break
             unmade.insert(0, decision)
         return unmade
@@ -513,7 +512,7 @@ class Member:
             counts, size = self.publish(step)
             met = Met(published=True, density=int(counts.active[0]) / counts.entries, exchange_mb=size / 1e6)
             self._team.together(lambda: self.hub.finish(self.agent, step) if self._team.first else None)
-            if self._team.share(self._team.first and self._closer.close_the_last()):
+            if self._team.ask(self._closer.close_the_last):
                 decisions = self._decisions()
                 self._made_state(decisions, closer=True)
                 met.round = len(decisions)
@@ -537,7 +536,7 @@ class Member:
     # ---- small things -------------------------------------------------------------------------------------------
 
     def _decisions(self) -> list[Decision]:
-        return self._team.share(self._team.together(lambda: self.hub.decisions() if self._team.first else []))
+        return self._team.ask(self.hub.decisions)
 
     def _round_report(self, number: int) -> dict[str, Any] | None:
         def read() -> dict[str, Any] | None:

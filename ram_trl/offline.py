@@ -1,8 +1,8 @@
 """
 Offline merging: `save_pretrained` folders in, a `save_pretrained` folder out.
 
-Checks come first and report everything at once; then all of it is counted; only then is anything written, beside the
-output folder, which takes its name when it is complete.
+Checks come first and report everything at once; then all of it is counted; only then are weights written, beside the
+output folder, which takes its name when it is complete and has been checked.
 """
 
 from __future__ import annotations
@@ -11,44 +11,34 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from ram_trl.card import model_card
 from ram_trl.config import MergeConfig
-from ram_trl.engine import CHUNK, find_non_finite, make_plan, merge_spans, reads, stored
-from ram_trl.files import folder_in_one_piece
+from ram_trl.engine import CHUNK, make_plan, merge_spans, reads
+from ram_trl.files import errors_name
+from ram_trl.generalist import DTYPES, GeneralistWriter, layout, write_checksums
+from ram_trl.inputs import Inputs, check_finite, check_precision, infinite_buffers, open_inputs
+from ram_trl.outline import Outline, make_outline
 from ram_trl.plan import Plan
-from ram_trl.preflight import check_layout, check_names
 from ram_trl.problems import MergeInputError, Problem, agent_place
 from ram_trl.progress import bar
 from ram_trl.report import MergeReport, make_report
-from ram_trl.weights import Span, entries, mergeable, whole
-from ram_trl.weights.checkpoint import Checkpoint, CheckpointWriter, open_checkpoint, side_files, total_bytes
+from ram_trl.unfinished import Unfinished, fingerprint, workshop
+from ram_trl.weights import Span, Store, whole
+from ram_trl.weights.checkpoint import Checkpoint, side_files, total_bytes
+from ram_trl.weights.device import OnDevice
 from ram_trl.workers import Workers
 
 SHARD_SIZE = "5GB"
 LONGEST_NAME = 255
 
-# Keys of config.json that may differ between a base and what was trained from it.
-INCIDENTAL_KEYS = frozenset(
-    {"_name_or_path", "torch_dtype", "dtype", "transformers_version", "use_cache", "bos_token_id", "eos_token_id"}
-    | {"pad_token_id", "tie_word_embeddings", "quantization_config", "_attn_implementation_autoset", "architectures"}
-    | {"model_type"}
-)
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """Base and agents, opened and found to fit together."""
-
-    base: Checkpoint
-    agents: Mapping[str, Checkpoint]
-    warnings: list[str]
+DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 
 
 def merge(
@@ -57,15 +47,19 @@ def merge(
     out: Path | str,
     config: MergeConfig | None = None,
     *,
+    dtype: DtypeName = "auto",
     max_shard_size: int | str = SHARD_SIZE,
+    device: str = "cpu",
     threads: int | None = None,
     chunk: int = CHUNK,
+    allow_mixed_dtypes: bool = False,
+    resume: bool = False,
 ) -> MergeReport:
     """
     Merges the agents' checkpoints into one that `from_pretrained` opens.
 
-    The output has the base's tensor names, dtypes, config, tokenizer and other side files, and `merge_report.json`
-    and a model card. Inputs are only read.
+    The output has the base's tensor names, dtypes, config, tokenizer and other side files, and `merge_report.json`, a
+    model card and `SHA256SUMS`. Inputs are only read.
 
     Args:
         base (`Path` or `str`):
@@ -76,38 +70,67 @@ def merge(
             Folder to make; it must not exist yet.
         config (`MergeConfig`, *optional*):
             The knobs; by default RAM+ with our defaults.
+        dtype (`str`, *optional*, defaults to `"auto"`):
+            What the weights are stored in: each as the base's (`"auto"`), or all in `"float32"`, `"bfloat16"` or
+            `"float16"`; config.json says so then. Arithmetic is always float32.
         max_shard_size (`int` or `str`, *optional*, defaults to `"5GB"`):
             Largest size of one weight file.
+        device (`str`, *optional*, defaults to `"cpu"`):
+            Where chunks are worked on: `"cpu"`, or `"cuda"`, to which they move through pinned buffers.
         threads (`int`, *optional*):
             Number of threads; by default the CPUs this process may use.
         chunk (`int`, *optional*):
             Entries worked on at a time; changes no bit of the result.
+        allow_mixed_dtypes (`bool`, *optional*, defaults to `False`):
+            Merge agents although one is stored wider than another; see `ram_trl.inputs.check_precision`.
+        resume (`bool`, *optional*, defaults to `False`):
+            Go on with an earlier merge of the same inputs into the same folder that was killed: weight files that it
+            finished are kept, and the result is the same to the bit. Without one, merge from the start.
 
     Returns:
         `MergeReport`: what was counted and applied, and warnings; the same as in `merge_report.json`.
 
     Raises:
         `MergeInputError`: naming everything that cannot be merged; nothing was written.
+        `OSError`: naming the file, if the disk is full or fails.
     """
     config = config or MergeConfig()
-    out = Path(out).resolve() if str(out) in (".", "..") else Path(out)
+    out = _folder(out)
+    out = out.resolve() if str(out) in (".", "..") else out
     if not is_size(max_shard_size):
         raise ValueError(f"max_shard_size is {max_shard_size!r}; give bytes, or a size such as '5GB' or '500MB'")
-    inputs = _open(base, agents, config, out)
-    with Workers(threads) as workers:
-        plan = _counted(inputs, config, workers, chunk)
-        report = _report(inputs, plan).model_copy(update={"out": out})
-        with folder_in_one_piece(out) as folder:
-            with bar("merging", sum(map(len, whole(inputs.base)))) as advance:
-                write_like(
-                    inputs.base,
-                    folder,
-                    max_shard_size,
-                    lambda write: merge_spans(inputs.base, inputs.agents, plan, write, workers, chunk=chunk),
-                    advance,
-                )
-            (folder / "merge_report.json").write_text(report.to_json(), encoding="utf-8")
-            (folder / "README.md").write_text(model_card(report, inputs.base.config), encoding="utf-8")
+    inputs, problems = _checked(base, agents, out, config, dtype, device, allow_mixed_dtypes)
+    if problems:
+        # It fails anyway: read the weights too, so that the user hears of everything at once.
+        raise MergeInputError(problems + check_finite(inputs))
+    identity = _identity(inputs, config, dtype, max_shard_size)
+    with Unfinished(out, identity, resume) as unfinished:
+        with Workers(threads) as workers:
+            plan = unfinished.plan(config)
+            if plan is None:
+                plan = _counted(inputs, config, workers, chunk, device)
+                unfinished.keep_plan(plan)
+            report = _report(inputs, plan).model_copy(update={"out": out})
+            kept = {span.name for span in whole(inputs.base)} - plan.counts.keys()
+            with GeneralistWriter(
+                inputs.base, unfinished.model, max_shard_size, DTYPES.get(dtype), kept, unfinished
+            ) as writer:
+                spans = writer.spans
+                with bar("merging", sum(map(len, spans))) as advance:
+                    stores = _on_device(inputs.without(frozenset(kept)), device)
+                    for done in merge_spans(*stores, plan, writer.write, workers, spans=spans, chunk=chunk):
+                        advance(done)
+                weights = writer.finish()
+                writer.check()
+        _check_difference(plan, writer, dtype)
+        for name, text in {
+            "merge_report.json": report.to_json(),
+            "README.md": model_card(report, inputs.base.config),
+        }.items():
+            with errors_name(unfinished.model / name):
+                (unfinished.model / name).write_text(text, encoding="utf-8")
+        write_checksums(unfinished.model, weights)
+        unfinished.settle()
     return report
 
 
@@ -132,7 +155,7 @@ def probe(
     Args:
         base (`Path` or `str`), agents (`Mapping[str, Path | str]`), config (`MergeConfig`, *optional*), threads
         (`int`, *optional*), chunk (`int`, *optional*):
-            As for `merge`.
+            As for `merge`. Agents stored in different precision are warned about, not refused.
 
     Returns:
         `MergeReport`: the same numbers and warnings that `merge` would report.
@@ -141,9 +164,45 @@ def probe(
         `MergeInputError`: naming everything that cannot be merged.
     """
     config = config or MergeConfig()
-    inputs = _open(base, agents, config, None)
+    inputs, problems = _checked(base, agents, None, config, allow_mixed_dtypes=True)
+    if problems:
+        raise MergeInputError(problems + check_finite(inputs))
     with Workers(threads) as workers:
         return _report(inputs, _counted(inputs, config, workers, chunk))
+
+
+def outline(
+    base: Path | str,
+    agents: Mapping[str, Path | str],
+    out: Path | str,
+    config: MergeConfig | None = None,
+    *,
+    dtype: DtypeName = "auto",
+    max_shard_size: int | str = SHARD_SIZE,
+    device: str = "cpu",
+    threads: int | None = None,
+    allow_mixed_dtypes: bool = False,
+) -> Outline:
+    """
+    What `merge` would read and write, from headers alone; nothing is written.
+
+    Args:
+        base (`Path` or `str`), agents (`Mapping[str, Path | str]`), out (`Path` or `str`), config (`MergeConfig`,
+        *optional*), dtype (`str`, *optional*), max_shard_size (`int` or `str`, *optional*), device (`str`,
+        *optional*), threads (`int`, *optional*), allow_mixed_dtypes (`bool`, *optional*):
+            As for `merge`.
+
+    Returns:
+        `Outline`: tensors, files, bytes and expected time.
+
+    Raises:
+        `MergeInputError`: naming everything that headers show to be wrong.
+    """
+    config = config or MergeConfig()
+    inputs, problems = _checked(base, agents, _folder(out), config, dtype, device, allow_mixed_dtypes)
+    if problems:
+        raise MergeInputError(problems)
+    return make_outline(inputs, _folder(out), config, DTYPES.get(dtype), max_shard_size, threads)
 
 
 def find_problems(
@@ -152,13 +211,16 @@ def find_problems(
     out: Path | str | None = None,
     config: MergeConfig | None = None,
     *,
+    device: str = "cpu",
+    allow_mixed_dtypes: bool = False,
     thorough: bool = False,
 ) -> list[Problem]:
     """
     Everything that keeps the folders from being merged.
 
     Args:
-        base (`Path` or `str`), agents (`Mapping[str, Path | str]`), config (`MergeConfig`, *optional*):
+        base (`Path` or `str`), agents (`Mapping[str, Path | str]`), config (`MergeConfig`, *optional*), device
+        (`str`, *optional*), allow_mixed_dtypes (`bool`, *optional*):
             As for `merge`.
         out (`Path` or `str`, *optional*):
             Folder to make, if one is to be made.
@@ -168,89 +230,49 @@ def find_problems(
     Returns:
         `list[Problem]`: empty if all is well.
     """
-    return _inspect(base, agents, out, config or MergeConfig(), thorough)[1]
+    to_make = None if out is None else _folder(out)
+    mixed = allow_mixed_dtypes or out is None
+    config = config or MergeConfig()
+    inputs, problems = _checked(base, agents, to_make, config, device=device, allow_mixed_dtypes=mixed)
+    return problems + (check_finite(inputs) if thorough else [])
 
 
-def _open(base: Path | str, agents: Mapping[str, Path | str], config: MergeConfig, out: Path | None) -> Inputs:
-    inputs, problems = _inspect(base, agents, out, config, False)
-    if problems:
-        # It fails anyway: read the weights too, so that the user hears of everything at once.
-        raise MergeInputError(_inspect(base, agents, out, config, True)[1])
-    return inputs
+def _folder(path: Path | str) -> Path:
+    return Path(path).expanduser()
 
 
-def _inspect(
+def _checked(
     base: Path | str,
     agents: Mapping[str, Path | str],
-    out: Path | str | None,
+    out: Path | None,
     config: MergeConfig,
-    thorough: bool,
+    dtype: str = "auto",
+    device: str = "cpu",
+    allow_mixed_dtypes: bool = False,
 ) -> tuple[Inputs, list[Problem]]:
-    problems = check_names(agents, config)
-    problems += [
-        Problem("base", f"{link} is a link to nothing; restore it or remove it") for link in _dead(Path(base))
-    ]
-    opened_base = open_checkpoint(Path(base), "base")
-    opened = {name: open_checkpoint(Path(agents[name]), agent_place(name)) for name in sorted(agents)}
-    warnings = list(opened_base.warnings)
-    problems += opened_base.problems
-    for name, agent in opened.items():
-        where = agent_place(name)
-        problems += agent.problems
-        warnings += agent.warnings
-        if not agent.store.names() or not opened_base.store.names():
-            continue  # already reported as unreadable
-        problems += _check_architecture(opened_base.store.config, agent.store.config, where)
-        unreadable = agent.unreadable | opened_base.unreadable
-        problems += check_layout(opened_base.store, agent.store, where, unreadable)
-        warnings += _config_warnings(opened_base.store.config, agent.store.config, where)
-    stores = {name: agent.store for name, agent in opened.items()}
+    folders = {name: _folder(folder) for name, folder in agents.items()}
+    inputs, problems = open_inputs(_folder(base), folders, config)
+    if not allow_mixed_dtypes:
+        problems += check_precision(inputs, config)
+    if dtype != "auto" and dtype not in DTYPES:
+        problems.append(Problem("config", f"dtype is {dtype!r}; give auto, {', '.join(DTYPES)}"))
+    problems += _check_device(device)
     if out is not None:
-        folders = {name: Path(folder) for name, folder in agents.items()}
-        problems += _check_output(Path(out), Path(base), folders, opened_base.store)
-    if thorough:
-        places = {"base": opened_base.store} | {agent_place(name): store for name, store in stores.items()}
-        spans = {place: whole(store) for place, store in places.items()}
-        with bar("looking for NaN", sum(len(span) for held in spans.values() for span in held)) as advance:
-            for place, store in places.items():
-                problems += find_non_finite(place, store, spans[place])
-                advance(sum(map(len, spans[place])))
-    return Inputs(opened_base.store, stores, warnings), problems
+        problems += _check_output(out, _folder(base), folders, inputs.base, DTYPES.get(dtype))
+    return inputs, problems
 
 
-def _check_architecture(base: Mapping[str, Any], agent: Mapping[str, Any], where: str) -> list[Problem]:
-    problems = []
-    for key in ("model_type", "architectures"):
-        if key in base and key in agent and base[key] != agent[key]:
-            what = (
-                f"{key} is {_told(agent[key])}, the base's is {_told(base[key])}; only one architecture can be merged"
-            )
-            problems.append(Problem(where, what))
-    return problems
+def _check_device(device: str) -> list[Problem]:
+    if device not in ("cpu", "cuda"):
+        return [Problem("config", f"device is {device!r}; give cpu or cuda")]
+    if device == "cuda" and not torch.cuda.is_available():
+        return [Problem("config", "device is 'cuda', but torch finds no GPU it can use here; give --device cpu")]
+    return []
 
 
-def _config_warnings(base: Mapping[str, Any], agent: Mapping[str, Any], where: str) -> list[str]:
-    keys = (base.keys() & agent.keys()) - INCIDENTAL_KEYS
-    differing = [
-        f"{key} {_told(agent[key])} (base: {_told(base[key])})" for key in sorted(keys) if base[key] != agent[key]
-    ]
-    if not differing:
-        return []
-    return [f"{where}: config.json differs from the base's: {'; '.join(differing)}; the generalist has the base's"]
-
-
-def _dead(folder: Path) -> list[Path]:
-    """Links in a folder that lead nowhere, as a pruned cache leaves them."""
-    if not folder.is_dir():
-        return []
-    return [path for path in sorted(folder.iterdir()) if path.is_symlink() and not path.exists()]
-
-
-def _told(value: Any) -> str:
-    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
-
-
-def _check_output(out: Path, base: Path, agents: Mapping[str, Path], store: Checkpoint) -> list[Problem]:
+def _check_output(
+    out: Path, base: Path, agents: Mapping[str, Path], store: Checkpoint, dtype: torch.dtype | None
+) -> list[Problem]:
     if len(os.fsencode(out.name)) > LONGEST_NAME:
         return [Problem("output", f"{out}: the name is longer than {LONGEST_NAME} bytes")]
     problems = []
@@ -266,33 +288,66 @@ def _check_output(out: Path, base: Path, agents: Mapping[str, Path], store: Chec
     parent = next(path for path in out.resolve().parents if path.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
         problems.append(Problem("output", f"{out} cannot be made: {parent} is not a folder that can be written to"))
-    shapes, dtypes = _layout(store)
+    shapes, dtypes = layout(store, dtype)
     needed, free = total_bytes(shapes.values(), dtypes.values()), shutil.disk_usage(parent).free
     if store.folder.is_dir():
         needed += sum(path.stat().st_size for path in side_files(store.folder))
+    # What an earlier run left is either used or removed.
+    free += sum(path.stat().st_blocks * 512 for path in workshop(out).rglob("*"))
     if needed > free:
         what = f"{needed / 1e9:.1f} GB are needed, {free / 1e9:.1f} GB are free in {parent}; make room"
         problems.append(Problem("output", what))
     return problems
 
 
-def _layout(base: Checkpoint) -> tuple[dict[str, tuple[int, ...]], dict[str, torch.dtype]]:
-    """Shapes and dtypes of what is written: all that the base's files hold, tied tensors as often as there."""
-    source = {name: name for name in base.names()} | {alias: base.aliases[alias] for alias in base.stored_aliases}
-    shapes = {name: base.shape(stored_as) for name, stored_as in source.items()}
-    return shapes, {name: base.dtype(stored_as) for name, stored_as in source.items()}
+def _identity(inputs: Inputs, config: MergeConfig, dtype: str, max_shard_size: int | str) -> dict[str, str]:
+    """What the result depends on, by names that a user understands."""
+    stores = {"base": inputs.base} | {agent_place(name): store for name, store in inputs.agents.items()}
+    told = {f"{place}: {key}": value for place, store in stores.items() for key, value in fingerprint(store).items()}
+    told |= {knob: str(value) for knob, value in config.settled().items()}
+    return told | {"dtype": dtype, "shard size": str(max_shard_size), "ram_trl": version("ram-trl")}
 
 
-def _counted(inputs: Inputs, config: MergeConfig, workers: Workers, chunk: int) -> Plan:
+def _counted(inputs: Inputs, config: MergeConfig, workers: Workers, chunk: int, device: str = "cpu") -> Plan:
+    """The plan; buffers that are not finite but the same everywhere are left out of it."""
     spans = whole(inputs.base)
-    with bar("counting", reads(config) * sum(map(len, spans))) as advance:
-        return make_plan(inputs.base, inputs.agents, config, workers, chunk=chunk, advance=advance)
+    try:
+        with bar("counting", reads(config) * sum(map(len, spans))) as advance:
+            return make_plan(*_on_device(inputs, device), config, workers, chunk=chunk, advance=advance)
+    except MergeInputError as error:
+        kept = infinite_buffers(inputs, error.problems)
+        if not kept:
+            raise
+        return _counted(inputs.without(kept), config, workers, chunk, device)
+
+
+def _on_device(inputs: Inputs, device: str) -> tuple[Store, dict[str, Store]]:
+    if device == "cpu":
+        return inputs.base, dict(inputs.agents)
+    return OnDevice(inputs.base, device), {name: OnDevice(store, device) for name, store in inputs.agents.items()}
 
 
 def _report(inputs: Inputs, plan: Plan) -> MergeReport:
     report = make_report(inputs.base, inputs.agents, plan)
-    folders = {"base": inputs.base.folder, "sources": {name: store.folder for name, store in inputs.agents.items()}}
-    return report.model_copy(update={**folders, "warnings": inputs.warnings + report.warnings})
+    folders = {
+        "base": inputs.base.folder,
+        "sources": {name: str(store.folder) for name, store in inputs.agents.items()},
+    }
+    kept = sorted({span.name for span in whole(inputs.base)} - plan.counts.keys())
+    told = [f"'{name}' holds NaN or Inf, the same in base and agents; it is taken over from the base" for name in kept]
+    return report.model_copy(update={**folders, "warnings": inputs.warnings + told + report.warnings})
+
+
+def _check_difference(plan: Plan, writer: GeneralistWriter, dtype: str) -> None:
+    """The generalist differs from the base, unless nothing was active or the task vectors are scaled by 0."""
+    if writer.differs or not plan.total.touched or plan.config.scale == 0:
+        return
+    stored = "the base's dtypes" if dtype == "auto" else dtype
+    what = (
+        f"{plan.total.touched} entries are active, but in {stored} the generalist equals the base bit for bit: all "
+        'updates are lost in rounding, or cancel out; give --dtype float32 (`dtype="float32"`)'
+    )
+    raise MergeInputError([Problem("output", what)])
 
 
 def write_like(
@@ -300,7 +355,6 @@ def write_like(
     folder: Path,
     max_shard_size: int | str,
     produce: Callable[[Callable[[Span, Tensor], int]], Iterator[int]],
-    advance: Callable[[int], None] = lambda entries: None,
 ) -> None:
     """
     Writes weights and side files of a model that is stored as `base` is: same names, dtypes and tied tensors.
@@ -315,33 +369,11 @@ def write_like(
         produce (`Callable`):
             Given a function that stores the float32 entries of a span (from any thread) and returns their number, an
             iterator over what it returned for all spans of the model.
-        advance (`Callable[[int], None]`, *optional*):
-            Called with the number of entries written.
 
     Raises:
         `MergeInputError`: if an entry overflows the dtype it is stored in.
     """
-    shapes, dtypes = _layout(base)
-    also: dict[str, list[str]] = {name: [name] for name in base.names()}
-    for alias in base.stored_aliases:
-        also[base.aliases[alias]].append(alias)
-    writer = CheckpointWriter(folder, shapes, dtypes, max_shard_size)
-
-    def write(span: Span, values: Tensor) -> int:
-        result = stored(values, base.dtype(span.name), span)
-        for name in also[span.name]:
-            writer.write(name, span.start, result)
-        return len(span)
-
-    try:
-        for done in produce(write):
-            advance(done)
-        for name in sorted(set(base.names()) - set(mergeable(base))):
-            writer.write(name, 0, base.read(name, 0, entries(base, name)))
-        writer.close()
-    finally:
-        writer.abandon()
-    for source in side_files(base.folder):
-        target = folder / source.relative_to(base.folder)
-        target.parent.mkdir(exist_ok=True)
-        shutil.copyfile(source, target)
+    with GeneralistWriter(base, folder, max_shard_size) as writer:
+        for _ in produce(writer.write):
+            pass
+        writer.finish()

@@ -1,4 +1,4 @@
-"""Figures of a comparison: how models score on every task, how the agents' changes overlap, how rounds went.
+"""Figures: how models score on every task, what agents changed and where, how their changes overlap, how rounds went.
 
 Each writes a PNG and nothing else; they use matplotlib's objects directly, so no global figure state is touched. The
 colours are those of Okabe and Ito, which colour-blind readers can tell apart.
@@ -10,22 +10,30 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle, islice
+from math import ceil
 from pathlib import Path
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from numpy.typing import NDArray
 
-from ram_trl.report import AgentReport
+from ram_trl.report import AgentReport, MergeReport, PairReport
 
 TASK_COLOURS = ("#56B4E9", "#E69F00", "#009E73", "#CC79A7", "#0072B2", "#F0E442")
 STRONG = "#333333"
 UNIQUE, SHARED, INACTIVE = "#0072B2", "#E69F00", "#E3E3E3"
 
+HEAT, ABSENT = "cividis", "#FFFFFF"  # as readable to colour-blind readers as to others
+
 MARKERS = "os^Dv"
 
 DPI = 120
 LABEL_POINTS = 27
+MOST_ACROSS = 3
+MOST_TICKS = 8
+LONGEST_NAME = 20
 
 
 def plot_scores(
@@ -108,6 +116,118 @@ def plot_overlap(
     axes.set_title(title, loc="left", fontsize=13, fontweight="bold", pad=32)
     axes.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=3, frameon=False, borderaxespad=0.2)
     figure.savefig(path)
+
+
+def plot_pairs(
+    pairs: Sequence[PairReport], path: Path, title: str = "How the changes of every two agents overlap"
+) -> None:
+    """
+    Write two bars per pair of agents: the Jaccard index of what is active, with a tick where chance would put it, and
+    the share of the entries active in both that have the same sign, with a line at one half.
+
+    Args:
+        pairs (`Sequence[PairReport]`):
+            The pairs of a [`MergeReport`]; at least one.
+        path (`Path`):
+            The PNG to write.
+        title (`str`, *optional*):
+            Title of the figure.
+    """
+    figure = Figure(figsize=(9.0, 1.6 + 0.36 * len(pairs)), dpi=DPI, layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle(title, x=0.01, ha="left", fontsize=13, fontweight="bold")
+    overlap, signs = figure.subplots(1, 2, sharey=True)
+    rows = range(len(pairs))
+    jaccard, chance = [pair.jaccard for pair in pairs], [pair.jaccard_by_chance for pair in pairs]
+    overlap.barh(rows, jaccard, 0.62, color=UNIQUE, label="Jaccard index")
+    overlap.scatter(chance, rows, s=160, marker="|", lw=2.4, color=SHARED, label="by chance", zorder=3)
+    overlap.set_xlim(0, 1.2 * max(*jaccard, *chance, 0.01))
+    overlap.set_xlabel("active in both / active in either")
+    overlap.set_yticks(rows, [" + ".join(map(_short, pair.agents)) for pair in pairs])
+    overlap.set_ylim(len(pairs) - 0.4, -0.6)
+    agreement = [100 * (pair.sign_agreement or 0) for pair in pairs]
+    signs.barh(rows, agreement, 0.62, color=TASK_COLOURS[2], label="same sign")
+    signs.axvline(50, color=STRONG, ls="--", lw=1.2, label="by chance")
+    signs.set_xlim(0, 119)
+    signs.set_xticks(range(0, 101, 25))
+    signs.set_xlabel("share of the entries active in both (%)")
+    for row, pair in enumerate(pairs):
+        _label_bar(overlap, row, max(pair.jaccard, pair.jaccard_by_chance), f"{pair.jaccard:.3f}")
+        agreed = "none shared" if pair.sign_agreement is None else f"{pair.sign_agreement:.1%}"
+        _label_bar(signs, row, max(agreement[row], 50 if abs(agreement[row] - 44) < 8 else 0), agreed)
+    for axes in (overlap, signs):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.tick_params(axis="y", length=0)
+        axes.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=2, frameon=False, borderaxespad=0.2)
+    figure.savefig(path)
+
+
+def plot_layers(report: MergeReport, path: Path, title: str = "Density by layer and kind of tensor") -> None:
+    """
+    Write a heat map per agent: which share of the entries is active, by layer (across) and kind of tensor (down).
+
+    Args:
+        report (`MergeReport`):
+            A report in detail. A kind that is not in layers, such as embeddings, fills its row.
+        path (`Path`):
+            The PNG to write.
+        title (`str`, *optional*):
+            Title of the figure.
+    """
+    kinds, layers, agents = list(report.kinds), list(report.layers), list(report.agents)
+    across = min(len(agents), MOST_ACROSS)
+    down = ceil(len(agents) / across)
+    figure = Figure(figsize=(9.0, 1.5 + down * (0.7 + 0.2 * len(kinds))), dpi=DPI, layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle(title, x=0.01, ha="left", fontsize=13, fontweight="bold")
+    grid = figure.subplots(down, across, squeeze=False, sharey=True)
+    densities = {name: _densities(report, name) for name in agents}
+    highest = max((float(np.nanmax(cells)) for cells in densities.values()), default=0.0)
+    image = None
+    for axes, name in zip(grid.flat, agents, strict=False):
+        axes.set_facecolor(ABSENT)
+        image = axes.imshow(
+            100 * densities[name], cmap=HEAT, vmin=0, vmax=100 * highest or 1, aspect="auto", interpolation="none"
+        )
+        axes.set_title(f"{_short(name)}: {report.agents[name].density:.1%}", loc="left", fontsize=11)
+        axes.set_yticks(range(len(kinds)), kinds, fontsize=9)
+        axes.tick_params(axis="y", length=0)
+        axes.spines[:].set_visible(False)
+        _label_layers(axes, layers)
+    for axes in grid.flat[len(agents) :]:
+        axes.set_visible(False)
+    for axes in grid.flat[len(agents) - across : len(agents)]:
+        axes.set_xlabel(_stacks(layers), fontsize=9)
+    if image is not None:
+        figure.colorbar(image, ax=grid, label="density (% of the entries)", location="bottom", shrink=0.5, aspect=40)
+    figure.savefig(path)
+
+
+def save_merge_plots(report: MergeReport, folder: Path) -> list[Path]:
+    """
+    Write what a report holds as pictures.
+
+    Args:
+        report (`MergeReport`):
+            A report in detail.
+        folder (`Path`):
+            Where to write; made if it is not there.
+
+    Returns:
+        `list[Path]`: `overlap.png` (unique, shared and inactive entries by agent), `pairs.png` (if there are two
+        agents or more) and `layers.png`.
+
+    Raises:
+        `OSError`: if the folder cannot be written to.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    overlap, pairs, layers = (folder / f"{name}.png" for name in ("overlap", "pairs", "layers"))
+    plot_overlap(report.agents, overlap)
+    plot_layers(report, layers)
+    if not report.pairs:
+        return [overlap, layers]
+    plot_pairs(report.pairs, pairs)
+    return [overlap, pairs, layers]
 
 
 @dataclass(frozen=True)
@@ -213,12 +333,49 @@ def _label_bars(axes: Axes, at: list[float], heights: list[float], errors: list[
         )  # fmt: skip
 
 
+def _label_bar(axes: Axes, row: int, end: float, text: str) -> None:
+    """A value to the right of where a horizontal bar, and what is drawn over it, ends."""
+    axes.annotate(text, (end, row), (5, 0), textcoords="offset points", va="center", fontsize=9, color=STRONG)
+
+
+def _densities(report: MergeReport, agent: str) -> NDArray[np.float64]:
+    """Density by kind (rows) and layer (columns), NaN where there is no such tensor."""
+    rows = []
+    for kind, part in report.kinds.items():
+        everywhere: list[float | None] = [part.agents[agent].density] * max(1, len(report.layers))
+        rows.append(report.density_map[agent].get(kind, everywhere))
+    return np.array(rows, np.float64)
+
+
+def _label_layers(axes: Axes, layers: Sequence[str]) -> None:
+    """Numbers of some layers, and a gap where one list of layers ends and the next begins."""
+    step = ceil(max(1, len(layers)) / MOST_TICKS)
+    at = range(0, len(layers), step)
+    axes.set_xticks(at, [layers[i].rpartition(".")[2] for i in at], fontsize=9)
+    for i in range(1, len(layers)):
+        if layers[i].rpartition(".")[0] != layers[i - 1].rpartition(".")[0]:
+            axes.axvline(i - 0.5, color=ABSENT, lw=3)
+
+
+def _stacks(layers: Sequence[str]) -> str:
+    """What the axis of layers shows: all lists of layers, in order, where there are several."""
+    if not layers:
+        return ""
+    names = list(dict.fromkeys(layer.rpartition(".")[0] for layer in layers))
+    return "layer" if len(names) < 2 else "layer of " + ",\nthen ".join(names)
+
+
 def _label_agent(axes: Axes, row: int, agent: AgentReport) -> None:
     """Density, ρ and λ to the right of an agent's bar."""
     rho = "–" if agent.rho is None else f"{agent.rho:.2f}"
     lambda_ = "–" if agent.lambda_ is None else f"{agent.lambda_:.3f}"
     text = f"{agent.density:.1%} active\nρ = {rho}   λ = {lambda_}"
     axes.annotate(text, (100, row), (10, 0), textcoords="offset points", va="center", fontsize=10, color=STRONG)
+
+
+def _short(name: str) -> str:
+    """The name of an agent, cut where it would run into what is beside it."""
+    return name if len(name) <= LONGEST_NAME else f"{name[: LONGEST_NAME - 1]}…"
 
 
 def _broken(name: str) -> str:

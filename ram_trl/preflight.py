@@ -12,6 +12,7 @@ from math import prod
 import torch
 
 from ram_trl.config import AGENT_NAME, MergeConfig
+from ram_trl.naming import hints
 from ram_trl.problems import Problem, agent_place
 from ram_trl.weights import MERGEABLE, Span, Store, cut, entries
 
@@ -39,8 +40,8 @@ def check_layout(base: Store, agent: Store, where: str, unreadable: Iterable[str
     Problems that keep `agent` from being compared with `base` tensor by tensor; tensors that are `unreadable` in
     either have been told about.
     """
-    problems = []
     ours, theirs = set(base.names()) - set(unreadable), set(agent.names()) - set(unreadable)
+    problems = [Problem(where, hint) for hint in hints(ours, theirs)]
     for name in sorted(ours - theirs):
         if name in agent.aliases:
             what = (
@@ -92,7 +93,7 @@ def _check_tensor(base: Store, agent: Store, name: str, where: str) -> list[Prob
     if base.dtype(name) != agent.dtype(name):
         what = f"'{name}' is stored as {agent.dtype(name)}, the base as {base.dtype(name)}; these cannot be merged"
         return [Problem(where, what, name, "dtype")]
-    if not _equal(base, agent, name):
+    if not same_bits(base, agent, name):
         what = (
             f"'{name}' ({base.dtype(name)}) is not a weight to merge but differs from the base's; "
             "it must be the same in base and agents"
@@ -111,10 +112,13 @@ def same_entries(store: Store, name: str, other: str) -> bool:
     )
 
 
-def _equal(base: Store, agent: Store, name: str) -> bool:
+def same_bits(store: Store, other: Store, name: str) -> bool:
+    """Whether a tensor is the same in two stores, bit for bit; NaN equals itself."""
+    if store.dtype(name) != other.dtype(name):
+        return False
     return all(
-        torch.equal(base.read(name, span.start, span.stop), agent.read(name, span.start, span.stop))
-        for span in cut([Span(name, 0, entries(base, name))], COMPARE_CHUNK)
+        torch.equal(*(s.read(name, span.start, span.stop).contiguous().view(torch.uint8) for s in (store, other)))
+        for span in cut([Span(name, 0, entries(store, name))], COMPARE_CHUNK)
     )
 
 

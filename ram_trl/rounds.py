@@ -88,7 +88,7 @@ class Rounds:
             `MergeReport`: of the round, on every rank; `None` if the state was there already.
         """
         folder = self._hub.state_folder(decision.round)
-        if self._team.share(folder.exists()):
+        if self._team.ask(folder.exists):
             return None
 
         def opened() -> tuple[Blocks, dict[str, Store], dict[str, Store]]:
@@ -102,10 +102,12 @@ class Rounds:
 
         base, agents, references = self._team.together(opened)
         reduce = self._team.reduce
-        plan = make_plan(base, agents, self.config, workers, references=references, spans=spans, reduce=reduce)
+        plan = self._team.together(
+            lambda: make_plan(base, agents, self.config, workers, references=references, spans=spans, reduce=reduce)
+        )
         # Readers want the criterion that the agents applied when they published.
         told = {"config": self.merge, "criterion": self.merge.criterion}
-        report = make_report(base, agents, plan).model_copy(update=told)
+        report = make_report(base, agents, plan, in_detail=False).model_copy(update=told)
         path = self._hub.round_folder(decision.round) / "report.json"
         # Before the state: a round that is made has a report, whoever dies when.
         self._team.together(lambda: write_json(path, _described(report, decision)) if self._team.first else None)

@@ -27,6 +27,8 @@ class Team:
         distributed = dist.is_available() and dist.is_initialized()
         self.rank = dist.get_rank() if distributed else 0
         self.world = dist.get_world_size() if distributed else 1
+        self._working = False
+        self._heard: Exception | None = None
 
     @property
     def first(self) -> bool:
@@ -49,10 +51,21 @@ class Team:
         dist.all_gather_object(held, value)
         return held
 
+    def ask(self, work: Callable[[], Result]) -> Result:
+        """Rank 0's answer, on every rank: `work` runs there alone. If it raises, all ranks raise."""
+        return self.share(self.together(lambda: work() if self.first else None))
+
     def reduce(self, tensor: Tensor, operation: Literal["sum", "max"]) -> Tensor:
-        """Elementwise sum or maximum over the ranks."""
+        """
+        Elementwise sum or maximum over the ranks. Within `together` it first hears whether a rank has failed.
+
+        Raises:
+            `JobError`, `JobOSError`: within `together`, naming a rank that failed before it came here.
+        """
         if self.world == 1:
             return tensor
+        if self._working:
+            self._agree(None)
         device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else tensor.device
         moved = tensor.to(device, copy=True)
         dist.all_reduce(moved, op={"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[operation])
@@ -60,26 +73,29 @@ class Team:
 
     def together(self, work: Callable[[], Result]) -> Result:
         """
-        Runs `work` (which enters no collective) on every rank; if it raises on one, all ranks raise.
+        Runs `work` on every rank; if it raises on one, all ranks raise. It may enter `reduce` but no other collective.
 
         Raises:
             What `work` raised here, or `JobError` (`JobOSError` for an `OSError`) naming the first rank that failed.
         """
-        result: Result | None = None
-        failure: BaseException | None = None
+        self._working = True
         try:
             result = work()
-        except Exception as error:  # told to all ranks below, and raised
-            failure = error
-        told = self.collect(None if failure is None else (f"{type(failure).__name__}: {failure}", _is_os(failure)))
-        if failure is not None:
-            raise failure
+        except Exception as error:
+            if error is not self._heard:  # the others do not know of it yet
+                self._agree(error)
+            raise
+        finally:
+            self._working = False
+        self._agree(None)
+        return result
+
+    def _agree(self, failure: Exception | None) -> None:
+        """Tells the others of a failure, or hears of theirs and raises."""
+        own = None if failure is None else (f"{type(failure).__name__}: {failure}", isinstance(failure, OSError))
+        told = self.collect(own)
         for rank, entry in enumerate(told):
-            if entry is not None:
+            if entry is not None and failure is None:
                 message, is_os = entry
-                raise (JobOSError if is_os else JobError)(f"rank {rank} of this job failed: {message}")
-        return result  # type: ignore[return-value]  # it is what work returned
-
-
-def _is_os(error: BaseException) -> bool:
-    return isinstance(error, OSError)
+                self._heard = (JobOSError if is_os else JobError)(f"rank {rank} of this job failed: {message}")
+                raise self._heard

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -11,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ram_trl import MergeConfig
-from ram_trl.criterion import active_mask
+from ram_trl import MergeConfig, engine
+from ram_trl.criterion import active as masked_by
 from ram_trl.engine import make_plan
 from ram_trl.weights import Span
 from ram_trl.weights.memory import StateDict
@@ -30,20 +31,21 @@ TASK_VECTORS = st.one_of(
 )
 
 
-def active(base: Tensor, theta: Tensor, **criterion: Any) -> list[bool]:
+def active(base: Tensor, theta: Tensor, chunk: int = 16, **criterion: Any) -> list[bool]:
     """The mask of a single tensor, thresholds found by the engine."""
     config = MergeConfig(**criterion)
     with Workers(1) as workers:
-        plan = make_plan(StateDict({"w": base}), {"tool": StateDict({"w": theta})}, config, workers, chunk=16)
+        plan = make_plan(StateDict({"w": base}), {"tool": StateDict({"w": theta})}, config, workers, chunk=chunk)
     before, after = base.float(), theta.float()
-    mask = active_mask(after, before, after - before, config, plan.thresholds[0], base.dtype)
+    mask, thinned = masked_by(after, before, after - before, config, plan.thresholds[0], base.dtype)
+    assert torch.equal(thinned, torch.where(mask, after - before, 0.0))
     assert plan.total.active.tolist() == [int(mask.sum())]
     return mask.tolist()
 
 
-def active_among(tau: list[float], **criterion: Any) -> list[bool]:
+def active_among(tau: list[float], chunk: int = 16, **criterion: Any) -> list[bool]:
     """The mask of a task vector: base zero."""
-    return active(torch.zeros(len(tau)), torch.tensor(tau), **criterion)
+    return active(torch.zeros(len(tau)), torch.tensor(tau), chunk, **criterion)
 
 
 # --- top -------------------------------------------------------------------------------------------------------------
@@ -66,6 +68,27 @@ def test_top_is_a_sort_over_all_tensors_of_the_agent(family: Family, fraction: f
     for name in reference.trained(family.base):
         expected = [reference.mask(family.base, family.agents[a], top=fraction)[name].sum() for a in plan.agents]
         assert plan.counts[name].active.tolist() == expected
+
+
+@PROPERTY
+@given(TASK_VECTORS, FRACTIONS, st.integers(1, 3), st.integers(4, 9))
+def test_top_is_a_sort_however_misleading_the_sample(tau: list[float], fraction: float, sample: int, chunk: int):
+    """The first entries of each chunk say little about the rest here."""
+    sizes = sorted((abs(t) for t in tau), reverse=True)
+    kth = sizes[max(1, round(fraction * len(tau))) - 1]
+    with mock.patch.object(engine, "SAMPLE", sample):
+        assert active_among(tau, chunk, top=fraction) == [abs(t) >= kth and t != 0 for t in tau]
+
+
+@pytest.mark.parametrize("where", [0, 40])
+@pytest.mark.parametrize("fraction", [0.01, 0.2, 0.9])
+def test_top_is_a_sort_where_the_sample_is_of_another_size_altogether(fraction: float, where: int):
+    generator = torch.Generator().manual_seed(0)
+    tau = torch.randn(100, generator=generator)
+    tau[where : where + 8] *= 1e20
+    kth = tau.abs().sort(descending=True).values[round(fraction * 100) - 1]
+    with mock.patch.object(engine, "SAMPLE", 8):
+        assert active_among(tau.tolist(), 100, top=fraction) == (tau.abs() >= kth).tolist()
 
 
 @pytest.mark.parametrize("fraction", [1e-9, 0.2, 1.0])

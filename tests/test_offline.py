@@ -99,7 +99,7 @@ def test_side_files_come_from_the_base(family):
     expected = {name for name in base if not name.startswith(("checkpoint-", "model.", "README"))}
     assert {"tokenizer.json", "chat_template.jinja", "generation_config.json", "config.json"} <= expected
     assert {name: out[name] for name in expected} == {name: base[name] for name in expected}
-    assert out.keys() == expected | {"model.safetensors", "merge_report.json", "README.md"}
+    assert out.keys() == expected | {"model.safetensors", "merge_report.json", "README.md", "SHA256SUMS"}
     tokenizer = AutoTokenizer.from_pretrained(family / "out")
     assert tokenizer("ab").input_ids == models.tokenizer()("ab").input_ids
     assert tokenizer.chat_template["default"] == models.tokenizer().chat_template
@@ -180,7 +180,7 @@ def test_mixed_dtypes_and_buffers_keep_the_bases_dtype(family):
         lambda t: t.update({"model.positions": torch.arange(5), "model.flags": torch.tensor([1, 0]) > 0}),
     )
     models.rewrite(family / "code", mix)
-    merge(family / "base", agents_of(family), family / "out", PAPER)
+    merge(family / "base", agents_of(family), family / "out", PAPER, allow_mixed_dtypes=True)
     base, out = (load_file(family / name / "model.safetensors") for name in ("base", "out"))
     assert {name: tensor.dtype for name, tensor in out.items()} == {name: t.dtype for name, t in base.items()}
     assert {t.dtype for t in out.values()} >= {torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from itertools import combinations
 from typing import Any
 
@@ -12,6 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ram_trl import MergeConfig, MergeReport, merge_state_dicts
+from ram_trl.engine import make_plan
+from ram_trl.report import PartReport, make_report
+from ram_trl.weights.memory import StateDict
+from ram_trl.workers import Workers
 from tests import reference
 from tests.reference import PROPERTY, Family, merges, normal_family
 
@@ -39,10 +45,10 @@ def changes(**agents: list[float]) -> Family:
 
 
 class BruteForce:
-    """Masks and task vectors of a whole model, one long fp64 array per agent, and what is counted in them."""
+    """Masks and task vectors of a model or some of its tensors, an fp64 array per agent, and what is counted there."""
 
-    def __init__(self, family: Family, **knobs: Any) -> None:
-        self.names = reference.trained(family.base)
+    def __init__(self, family: Family, names: Sequence[str] = (), **knobs: Any) -> None:
+        self.names = names or reference.trained(family.base)
         self.agents = sorted(family.agents)
         self.by_tensor = reference.masks(family.base, family.agents, **knobs)
         tau = {a: reference.task_vector(family.base, family.agents[a]) for a in self.agents}
@@ -74,7 +80,7 @@ class BruteForce:
         return float(np.mean(lambdas)) if lambdas else 1.0
 
 
-def assert_counts_are_brute_force(report: MergeReport, truth: BruteForce) -> None:
+def assert_counts_are_brute_force(report: MergeReport | PartReport, truth: BruteForce) -> None:
     assert list(report.agents) == truth.agents
     assert report.touched == int((truth.many >= 1).sum())
     assert report.shared == int((truth.many >= 2).sum())
@@ -170,6 +176,92 @@ def test_a_merge_of_one_agent_has_no_pairs_and_no_conflict():
     assert report.pairs == []
     assert report.sign_conflict is None
     assert (report.touched, report.shared) == (2, 0)
+
+
+# --- parts -----------------------------------------------------------------------------------------------------------
+
+PARTS = {
+    "model.embed_tokens.weight": (23, 5),
+    "model.layers.0.self_attn.q_proj.weight": (5, 5),
+    "model.layers.0.mlp.experts.0.up_proj.weight": (9, 5),
+    "model.layers.0.mlp.experts.1.up_proj.weight": (9, 5),
+    "model.layers.0.input_layernorm.weight": (5,),
+    "model.layers.10.self_attn.q_proj.weight": (5, 5),
+    "model.layers.10.input_layernorm.weight": (5,),
+    "model.layers.2.mlp.up_proj.weight": (9, 5),
+    "model.norm.weight": (5,),
+}
+EMBED, Q0, E00, E01, N0, Q10, N10, M2, NORM = PARTS
+BY_KIND = {
+    "embeddings": [EMBED], "attention q": [Q0, Q10], "mlp up": [M2], "expert up": [E00, E01], "norms": [N0, N10, NORM],
+}  # fmt: skip
+BY_LAYER = {"0": [Q0, E00, E01, N0], "2": [M2], "10": [Q10, N10]}
+
+
+@pytest.mark.parametrize("knobs", KNOBS, ids=lambda knobs: " ".join(f"{k}={v}" for k, v in knobs.items()) or "default")
+def test_every_number_of_a_part_is_that_of_brute_force(knobs: dict[str, Any]):
+    family = normal_family(3, PARTS, {"tool": 0.5, "code": 0.05, "memory": 0.3})
+    report = reported(family, **knobs)
+    assert list(report.kinds) == list(BY_KIND)
+    assert list(report.layers) == list(BY_LAYER)
+    for part, names in [*zip(report.kinds.values(), BY_KIND.values(), strict=True),
+                        *zip(report.layers.values(), BY_LAYER.values(), strict=True)]:  # fmt: skip
+        truth = BruteForce(family, sorted(names), **knobs)
+        assert part.entries == truth.entries
+        assert_counts_are_brute_force(part, truth)
+        for name, agent in part.agents.items():
+            tau, mask = truth.tau[name], truth.mask[name]
+            square = float((tau**2).sum())
+            assert agent.norm == pytest.approx(square**0.5, rel=1e-5, abs=0)
+            assert agent.kept == pytest.approx(float((tau[mask] ** 2).sum()) / square if square else 1.0, rel=1e-5)
+            if report.config.rho == "tensor":
+                lambda_ = truth.mean_lambda(name, report.config.r, report.config.alpha, per_tensor=True)
+                assert agent.lambda_ == pytest.approx(lambda_, rel=1e-12)
+            else:
+                assert agent.lambda_ == report.agents[name].lambda_
+
+
+def test_kinds_add_up_to_the_model():
+    report = reported(normal_family(3, PARTS, {"tool": 0.5, "code": 0.05}))
+    for name, agent in report.agents.items():
+        parts = [part.agents[name] for part in report.kinds.values()]
+        assert sum(part.entries for part in parts) == agent.entries
+        assert sum(part.active for part in parts) == agent.active
+        assert sum(part.norm**2 for part in parts) == pytest.approx(agent.norm**2)
+
+
+def test_the_density_map_is_that_of_brute_force():
+    family = normal_family(3, PARTS, {"tool": 0.5, "code": 0.05})
+    report = reported(family)
+    for name in report.agents:
+        assert list(report.density_map[name]) == ["attention q", "mlp up", "expert up", "norms"]
+        for kind, densities in report.density_map[name].items():
+            for (_, in_layer), density in zip(BY_LAYER.items(), densities, strict=True):
+                here = sorted(set(in_layer) & set(BY_KIND[kind]))
+                assert density == (BruteForce(family, here).mask[name].mean() if here else None)
+
+
+@pytest.mark.parametrize("knobs", KNOBS, ids=lambda knobs: " ".join(f"{k}={v}" for k, v in knobs.items()) or "default")
+def test_a_report_comes_back_from_its_json(knobs: dict[str, Any]):
+    report = reported(normal_family(3, PARTS, {"tool": 0.5, "code": 0.05, "memory": 0.0}), **knobs)
+    again = MergeReport(**json.loads(report.to_json()))
+    assert again.to_json() == report.to_json()
+    assert list(again.layers) == list(BY_LAYER)
+    assert again.layers["10"].agents["code"] == report.layers["10"].agents["code"]
+
+
+def test_a_report_without_detail_has_the_same_numbers_and_warnings_and_no_parts():
+    family = normal_family(3, PARTS, {"tool": 0.5, "code": 0.0})
+    base, agents = StateDict(family.base), {name: StateDict(tensors) for name, tensors in family.agents.items()}
+    with Workers(1) as workers:
+        plan = make_plan(base, agents, MergeConfig(), workers)
+    short, full = make_report(base, agents, plan, in_detail=False), make_report(base, agents, plan)
+    detail = ("kinds", "layers", "density_map", "advice")
+    assert short.warnings
+    assert short.advice is None
+    assert full.model_dump(exclude=detail) == short.model_dump(exclude=detail)
+    assert (short.kinds, short.layers, short.density_map) == ({}, {}, {})
+    assert MergeReport(**json.loads(short.to_json())).to_json() == short.to_json()
 
 
 # --- warnings --------------------------------------------------------------------------------------------------------

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from ram_trl.methods.chunk import Chunk, combine
+from ram_trl.elementwise import divided, select
+from ram_trl.methods.chunk import Chunk, at_least, combine
 
 
 def average(chunk: Chunk) -> Tensor:
@@ -23,4 +23,4 @@ def average(chunk: Chunk) -> Tensor:
     total, count, single = combine(chunk.base, chunk.updates, [1.0] * agents)
     if agents == 1:
         return single
-    return torch.where(count >= 1, chunk.base + total / agents, chunk.base)
+    return select(at_least(count, 1), divided(total, agents).add_(chunk.base), chunk.base)

@@ -19,15 +19,15 @@ class Update:
             Name of the agent.
         tau (`Tensor`, float32):
             Task vector times the agent's weight where active, 0 elsewhere.
-        active (`Tensor`, bool):
-            The agent's mask m_t: where its criterion counts the entry as changed.
+        mask (`Tensor`, int32):
+            m_t, as bits: all set where the agent's criterion counts the entry as changed, none elsewhere.
         theta (`Tensor`, float32):
             base + tau; the agent's own weights, to the bit, where its weight is 1. Read where active only.
     """
 
     agent: str
     tau: Tensor
-    active: Tensor
+    mask: Tensor
     theta: Tensor
 
     def on(self, base: Tensor, coefficient: float) -> Tensor:
@@ -68,14 +68,20 @@ def combine(base: Tensor, updates: Sequence[Update], coefficients: Sequence[floa
 
     Returns:
         `tuple[Tensor, Tensor, Tensor]`: `total`, the sum of τ over the active agents; `count`, how many are active
-        (float32); `single`, which is base + coefficient · τ where exactly one agent is active and the base where none
+        (int32); `single`, which is base + coefficient · τ where exactly one agent is active and the base where none
         is (undefined where several are).
     """
+    base_bits = base.view(torch.int32)
     total = torch.zeros_like(base)
-    count = torch.zeros_like(base)
-    single = base
+    count = torch.zeros_like(base_bits)
+    flips = torch.zeros_like(base_bits)
     for update, coefficient in zip(updates, coefficients, strict=True):
         total += update.tau
-        count += update.active
-        single = torch.where(update.active, update.on(base, coefficient), single)
-    return total, count, single
+        count -= update.mask  # all bits set is −1
+        flips ^= (update.on(base, coefficient).view(torch.int32) ^ base_bits).bitwise_and_(update.mask)
+    return total, count, flips.bitwise_xor_(base_bits).view(torch.float32)
+
+
+def at_least(count: Tensor, number: int) -> Tensor:
+    """The mask, as bits, of entries where so many agents are active."""
+    return (number - 1 - count).bitwise_right_shift_(31)  # the sign, in every bit

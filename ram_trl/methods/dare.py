@@ -8,6 +8,7 @@ import hashlib
 import torch
 from torch import Tensor
 
+from ram_trl.elementwise import bits, divided, masked
 from ram_trl.methods.chunk import Chunk, Update
 from ram_trl.methods.task_arithmetic import task_arithmetic
 
@@ -38,9 +39,9 @@ def dare(chunk: Chunk, scale: float, drop: float, seed: int) -> Tensor:
 
 
 def _thin(chunk: Chunk, update: Update, drop: float, seed: int) -> Update:
-    kept = update.active & ~dropped(update.agent, chunk.name, chunk.start, chunk.base, drop, seed)
-    tau = update.tau * kept / (1 - drop)
-    return dataclasses.replace(update, tau=tau, active=kept, theta=chunk.base + tau)
+    kept = update.mask & ~bits(dropped(update.agent, chunk.name, chunk.start, chunk.base, drop, seed))
+    tau = divided(masked(update.tau, kept), 1 - drop)
+    return dataclasses.replace(update, tau=tau, mask=kept, theta=chunk.base + tau)
 
 
 def dropped(agent: str, name: str, start: int, like: Tensor, drop: float, seed: int) -> Tensor:

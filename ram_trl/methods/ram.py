@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ram_trl.methods.chunk import Chunk, combine
+from ram_trl.elementwise import select
+from ram_trl.methods.chunk import Chunk, at_least, combine
 
 
 def ram(chunk: Chunk, lambdas: Sequence[float]) -> Tensor:
@@ -24,5 +25,5 @@ def ram(chunk: Chunk, lambdas: Sequence[float]) -> Tensor:
         `Tensor`: the merged entries, float32.
     """
     total, count, single = combine(chunk.base, chunk.updates, lambdas)
-    mean = chunk.base + total / count.clamp(min=1)
-    return torch.where(count >= 2, mean, single)
+    mean = total.div_(count.to(torch.float32).clamp_(min=1)).add_(chunk.base)
+    return select(at_least(count, 2), mean, single)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from ram_trl.methods.chunk import Chunk, combine
+from ram_trl.elementwise import select
+from ram_trl.methods.chunk import Chunk, at_least, combine
 
 
 def task_arithmetic(chunk: Chunk, scale: float) -> Tensor:
@@ -22,4 +22,4 @@ def task_arithmetic(chunk: Chunk, scale: float) -> Tensor:
         `Tensor`: the merged entries, float32.
     """
     total, count, single = combine(chunk.base, chunk.updates, [scale] * len(chunk.updates))
-    return torch.where(count >= 2, chunk.base + total * scale, single)
+    return select(at_least(count, 2), total.mul_(scale).add_(chunk.base), single)

@@ -7,7 +7,8 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from ram_trl.methods.chunk import Chunk, combine
+from ram_trl.elementwise import bits, differ, masked, select
+from ram_trl.methods.chunk import Chunk, at_least, combine
 
 
 def ties(chunk: Chunk, scale: float) -> Tensor:
@@ -28,11 +29,11 @@ def ties(chunk: Chunk, scale: float) -> Tensor:
     total = torch.zeros_like(chunk.base)
     for update in chunk.updates:
         total += update.tau
-    elected = total.sign()
+    elected = total.sign_()
     agreeing = []
     for update in chunk.updates:
-        agrees = update.active & (update.tau.sign() == elected)
-        agreeing.append(dataclasses.replace(update, active=agrees, tau=update.tau * agrees))
+        mask = update.mask & ~bits(differ(update.tau.sign(), elected))
+        agreeing.append(dataclasses.replace(update, mask=mask, tau=masked(update.tau, mask)))
     total, count, single = combine(chunk.base, agreeing, [scale] * len(agreeing))
-    mean = total / count.clamp(min=1)
-    return torch.where(count >= 2, chunk.base + mean * scale, single)
+    mean = total.div_(count.to(torch.float32).clamp_(min=1)).mul_(scale).add_(chunk.base)
+    return select(at_least(count, 2), mean, single)

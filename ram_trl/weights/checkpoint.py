@@ -1,27 +1,22 @@
 """
-`save_pretrained` folders: read as a store, and written while they are merged.
-
-Reading maps the files into memory and touches only what is asked for. Writing lays out the safetensors files first and
-then fills in flat ranges in any order, so that no tensor is ever held whole.
+`save_pretrained` folders, read as a store: the files are mapped into memory, and only what is asked for is touched.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ram_trl.files import new_file, write_all
+from ram_trl.naming import mixed_experts
 from ram_trl.preflight import same_entries
 from ram_trl.problems import Problem
 from ram_trl.weights import INPUT_EMBEDDINGS, OUTPUT_EMBEDDINGS
@@ -30,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+CHECKSUMS_FILE = "SHA256SUMS"
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx")
 
 DTYPES = {
@@ -40,10 +36,16 @@ DTYPES = {
     "I64": torch.int64,
     "I32": torch.int32,
     "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""Dtypes of weights and buffers, as safetensors names them. Others (int8, float8, …) hold quantized weights."""
+"""Dtypes of weights and buffers, as safetensors names them. Others (float8, …) hold quantized weights."""
 SAFETENSORS_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+BYTES = ("I8", "U8")
+QUANTIZED = ("weight", "qzeros", "scales", "weight_packed")
+"""A tensor of bytes whose name ends so holds quantized weights; others are buffers, such as an attention mask."""
 
 
 @dataclass
@@ -85,6 +87,8 @@ class Checkpoint:
             Names of tied tensors and what they are tied to, whether the files hold them or not.
         stored_aliases (`frozenset[str]`):
             Those that the files hold.
+        files (`tuple[Path, ...]`, *optional*):
+            The weight files that were opened.
     """
 
     def __init__(
@@ -95,11 +99,13 @@ class Checkpoint:
         shapes: Mapping[str, tuple[int, ...]],
         aliases: Mapping[str, str],
         stored_aliases: frozenset[str],
+        files: tuple[Path, ...] = (),
     ) -> None:
         self.folder = folder
         self.config = config
         self.aliases = aliases
         self.stored_aliases = stored_aliases
+        self.files = files
         self._tensors = tensors
         self._shapes = shapes
 
@@ -114,6 +120,13 @@ class Checkpoint:
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
         return self._tensors[name][start:stop]
+
+    def without(self, names: Collection[str]) -> Checkpoint:
+        """The same checkpoint with fewer tensors."""
+        tensors = {name: tensor for name, tensor in self._tensors.items() if name not in names}
+        return Checkpoint(
+            self.folder, self.config, tensors, self._shapes, self.aliases, self.stored_aliases, self.files
+        )
 
 
 def open_checkpoint(folder: Path, where: str) -> Opened:
@@ -142,8 +155,15 @@ def open_checkpoint(folder: Path, where: str) -> Opened:
         opened.problems.append(Problem(where, what))
     tensors: dict[str, Tensor] = {}
     shapes: dict[str, tuple[int, ...]] = {}
-    for file, wanted in _weight_files(folder, where, opened).items():
-        _read_file(file, wanted, where, opened, tensors, shapes)
+    holder: dict[str, Path] = {}
+    files = _weight_files(folder, where, opened)
+    for file, wanted in files.items():
+        held = _read_file(file, wanted, where, opened, tensors, shapes)
+        for name in sorted(held & holder.keys()):
+            what = f"'{name}' is in {holder[name].name} and in {file.name}; save the model again into an empty folder"
+            opened.problems.append(Problem(where, what, name, "duplicate tensor"))
+        holder |= dict.fromkeys(held, file)
+    opened.problems += [Problem(where, what, kind="mixed experts") for what in mixed_experts(holder)]
 
     if not tensors and not opened.problems:
         opened.problems.append(Problem(where, f"{folder} holds no tensors; save the model again"))
@@ -151,7 +171,7 @@ def open_checkpoint(folder: Path, where: str) -> Opened:
     store = Checkpoint(folder, config, tensors, shapes, {}, frozenset())
     tied = _tied(store, where, opened.problems)
     present = frozenset(alias for alias in tied if alias in tensors)
-    opened.store = Checkpoint(folder, config, tensors, shapes, tied, present)
+    opened.store = Checkpoint(folder, config, tensors, shapes, tied, present, tuple(files))
     return opened
 
 
@@ -189,6 +209,9 @@ def _weight_files(folder: Path, where: str, opened: Opened) -> dict[Path, frozen
         what = f"{folder} holds a LoRA adapter, not a model; merge it into its base first (peft merge_and_unload)"
         opened.problems.append(Problem(where, what))
         return {}
+    elif (conversion := zero_conversion(folder)) is not None:
+        opened.problems.append(Problem(where, conversion))
+        return {}
     else:
         what = f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}"
         if found:
@@ -210,6 +233,21 @@ def _weight_files(folder: Path, where: str, opened: Opened) -> dict[Path, frozen
     return files
 
 
+def zero_conversion(folder: Path) -> str | None:
+    """What to do with a folder of DeepSpeed ZeRO shards; `None` if it is none."""
+    shards = [*folder.glob("*_optim_states.pt"), *folder.glob("*/*_optim_states.pt")]
+    if not shards:
+        return None
+    checkpoint = folder if shards[0].parent != folder else folder.parent
+    target = checkpoint.with_name(f"{checkpoint.name}-fp32")
+    commands = f"python -m deepspeed.utils.zero_to_fp32 {checkpoint} {target} --safe_serialization"
+    commands += f" && cp {checkpoint / 'config.json'} {target}"
+    return (
+        f"{folder} holds DeepSpeed ZeRO shards, which are pickles and never read here; if you trust them, convert "
+        f"them by DeepSpeed's own program, then merge {target}: `{commands}`"
+    )
+
+
 def _read_file(
     file: Path,
     wanted: frozenset[str] | None,
@@ -217,18 +255,19 @@ def _read_file(
     opened: Opened,
     tensors: dict[str, Tensor],
     shapes: dict[str, tuple[int, ...]],
-) -> None:
+) -> frozenset[str]:
+    """Adds the wanted tensors of a file, and returns the names of all that it holds."""
     try:
         # Not closed: the mapping lives as long as its tensors do.
         handle = safe_open(file, framework="pt")
     except FileNotFoundError:
         what = f"{file.name} is named in {INDEX_FILE} but is not there; copy the whole folder again"
         opened.problems.append(Problem(where, what))
-        return
+        return frozenset()
     except (SafetensorError, OSError) as error:
         what = f"{file} is damaged or truncated ({error}); copy or save it again"
         opened.problems.append(Problem(where, what))
-        return
+        return frozenset()
     held = frozenset(handle.keys())
     for name in sorted((wanted or held) - held):
         what = f"'{name}' is in {file.name} according to {INDEX_FILE}, but is not there; save the model again"
@@ -239,16 +278,16 @@ def _read_file(
         opened.warnings.append(f"{where}: {file.name} holds tensors that {INDEX_FILE} does not name: {told}")
     for name in sorted((wanted or held) & held):
         described = handle.get_slice(name)
-        if described.get_dtype() not in DTYPES:
-            what = (
-                f"'{name}' is stored as {described.get_dtype()}, which is for quantized weights; save the model "
-                "dequantized, then merge"
-            )
+        dtype = described.get_dtype()
+        if dtype not in DTYPES or (dtype in BYTES and name.endswith(QUANTIZED)):
+            what = f"'{name}' is stored as {dtype}, which is for quantized weights; save the model dequantized, "
+            what += "then merge"
             opened.problems.append(Problem(where, what, name, "quantized"))
             opened.unreadable.add(name)
             continue
         tensors[name] = handle.get_tensor(name).reshape(-1)
         shapes[name] = tuple(described.get_shape())
+    return held
 
 
 def _tied(store: Checkpoint, where: str, problems: list[Problem]) -> dict[str, str]:
@@ -283,104 +322,14 @@ def _says_tied(config: Mapping[str, Any]) -> bool:
     return bool(config.get("tie_word_embeddings", False))
 
 
-class CheckpointWriter:
-    """
-    Writes safetensors files range by range.
-
-    The files are laid out in full when the writer is made. `write` may be called from several threads for disjoint
-    ranges. `close` flushes everything to disk and writes the index.
-
-    Args:
-        folder (`Path`):
-            An existing folder.
-        shapes (`Mapping[str, tuple[int, ...]]`):
-            Shapes of the tensors to be written, by name.
-        dtypes (`Mapping[str, torch.dtype]`):
-            Their dtypes.
-        max_shard_size (`int` or `str`):
-            Largest size of one file, in bytes or as in `"5GB"`; a larger tensor has a file of its own.
-    """
-
-    def __init__(
-        self,
-        folder: Path,
-        shapes: Mapping[str, tuple[int, ...]],
-        dtypes: Mapping[str, torch.dtype],
-        max_shard_size: int | str,
-    ) -> None:
-        self._folder = folder
-        self._dtypes = dict(dtypes)
-        empty = {name: torch.empty(shape, dtype=dtypes[name], device="meta") for name, shape in shapes.items()}
-        split = split_torch_state_dict_into_shards(empty, max_shard_size=max_shard_size)
-        self._index = (
-            {"metadata": {"total_size": sum(t.nbytes for t in empty.values())}, "weight_map": split.tensor_to_filename}
-            if split.is_sharded
-            else None
-        )
-        self._place: dict[str, tuple[int, int]] = {}
-        self._descriptors: list[int] = []
-        for file, names in split.filename_to_tensors.items():
-            self._lay_out(folder / file, {name: empty[name] for name in names})
-
-    def _lay_out(self, path: Path, tensors: Mapping[str, Tensor]) -> None:
-        # Larger items first keeps every tensor aligned to its item size.
-        names = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
-        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        offset = 0
-        for name in names:
-            tensor = tensors[name]
-            header[name] = {
-                "dtype": SAFETENSORS_NAMES[tensor.dtype],
-                "shape": list(tensor.shape),
-                "data_offsets": [offset, offset + tensor.nbytes],
-            }
-            offset += tensor.nbytes
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
-        descriptor = new_file(path)
-        self._descriptors.append(descriptor)
-        os.ftruncate(descriptor, 8 + len(text) + offset)
-        write_all(descriptor, len(text).to_bytes(8, "little") + text, 0)
-        for name in names:
-            self._place[name] = (descriptor, 8 + len(text) + header[name]["data_offsets"][0])
-
-    def write(self, name: str, start: int, values: Tensor) -> None:
-        """Writes `values` (1-D, of the tensor's dtype) from flat index `start` on."""
-        assert values.dtype == self._dtypes[name], f"{name}: {values.dtype}"
-        descriptor, offset = self._place[name]
-        write_all(descriptor, _bytes(values), offset + start * values.itemsize)
-
-    def close(self) -> None:
-        """
-        Makes everything durable.
-
-        Raises:
-            `OSError`: if the disk is full or fails.
-        """
-        for descriptor in self._descriptors:
-            os.fsync(descriptor)
-        self.abandon()
-        if self._index:
-            path = self._folder / INDEX_FILE
-            path.write_text(json.dumps(self._index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-
-    def abandon(self) -> None:
-        """Closes the files as they are."""
-        while self._descriptors:
-            os.close(self._descriptors.pop())
-
-
-def _bytes(values: Tensor) -> memoryview:
-    return values.contiguous().cpu().view(torch.uint8).numpy().data
-
-
 def side_files(folder: Path) -> list[Path]:
     """
     What belongs to a model besides its weights: config, tokenizer, chat template, generation config, custom code, …
 
     Folders are left out, except for the one transformers writes (`additional_chat_templates`).
     """
-    ours = {"README.md", "merge_report.json", INDEX_FILE, ".gitattributes", "adapter_config.json"}
+    ours = {"README.md", "merge_report.json", CHECKSUMS_FILE, INDEX_FILE, ".gitattributes", "adapter_config.json"}
+    ours |= {"zero_to_fp32.py", "latest"}  # what DeepSpeed leaves in a checkpoint
     files = [*folder.iterdir(), *(folder / "additional_chat_templates").glob("*")]
     return sorted(
         path
