@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 MOSTLY_SHARED = 0.95
 MOSTLY_DROPPED = 0.5
+ROUNDING = 1e-6
+"""A share of the squared norm that the sums themselves may be off by."""
 
 TOP = {"top": 0.2}
 SMALLER_TOP = {"top": 0.1}
@@ -225,7 +227,7 @@ def _effect(report: MergeReport) -> list[str]:
     told = []
     for name, agent in report.agents.items():
         lost = 1 - agent.kept
-        share = "none" if lost <= 0 else "less than 0.1%" if lost < 0.001 else f"{lost:.1%}"
+        share = "less than 0.1%" if lost < 0.001 else f"{lost:.1%}"
         told.append(
             f"agent '{name}': {agent.active:,} of {agent.entries:,} entries ({agent.density:.1%}) are active; the "
             f"other {agent.entries - agent.active:,}, dropped or never changed, hold {share} of the squared norm of "
@@ -248,7 +250,8 @@ def _notes(report: MergeReport) -> list[str]:
     epsilon, top = report.config.fixed_epsilon, report.config.top_fraction
     widths = {dtype for agent in report.agents.values() for dtype in agent.dtypes} | set(report.base_dtypes)
     by_epsilon = top is None and not report.config.ulp and epsilon > 0
-    if by_epsilon and len(widths) == 1 and _is_16_bit(report) and any(a.kept < 1 for a in report.agents.values()):
+    drops = any(1 - agent.kept > ROUNDING for agent in report.agents.values())
+    if by_epsilon and drops and len(widths) == 1 and _is_16_bit(report):
         (dtype,) = widths
         exponent = math.floor(math.log2(epsilon)) + SIGNIFICANT_BITS[dtype]
         told.append(
@@ -270,7 +273,8 @@ def _notes(report: MergeReport) -> list[str]:
         ]
         if lost:
             told.append(
-                f"in a generalist stored in {report.base_dtypes[0]}, λ does nothing to unique changes of up to about {', '.join(lost)}"
+                f"in a generalist stored in {report.base_dtypes[0]}, λ does nothing to unique changes of up to about "
+                f"{', '.join(lost)}"
             )
     wide = [name for name, agent in report.agents.items() if "float32" in agent.dtypes]
     if wide and _is_16_bit(report):
@@ -313,7 +317,7 @@ def _is_16_bit(report: MergeReport) -> bool:
 
 def _least_kept(report: MergeReport) -> str:
     least = min(agent.kept for agent in report.agents.values())
-    return "all" if least == 1 else f"{math.floor(1000 * least) / 10:.1f}% or more"
+    return "all" if 1 - least <= ROUNDING else f"{math.floor(1000 * least) / 10:.1f}% or more"
 
 
 def _listed(names: Any, more: str = "") -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from ram_trl.report import MergeReport
 RAM_PAPER = "https://arxiv.org/abs/2601.13572"
 
 
-def model_card(report: MergeReport, base_config: Mapping[str, Any]) -> str:
+def model_card(report: MergeReport, base_config: Mapping[str, Any], plots: Sequence[str] = ()) -> str:
     """
     The card's text.
 
@@ -23,6 +23,8 @@ def model_card(report: MergeReport, base_config: Mapping[str, Any]) -> str:
             The report of a merge of folders.
         base_config (`Mapping[str, Any]`):
             The base's `config.json`; tells its name on the Hub, if it has one.
+        plots (`Sequence[str]`, *optional*):
+            Pictures to show, as paths relative to the card.
 
     Returns:
         `str`: Markdown with YAML front matter.
@@ -55,6 +57,7 @@ def model_card(report: MergeReport, base_config: Mapping[str, Any]) -> str:
         "",
         "Density is the share of entries an agent changed by the criterion; shared and unique count those that "
         "others changed too, or not.",
+        *(line for plot in plots for line in ("", f"![{Path(plot).stem}]({plot})")),
     ]
     if report.warnings:
         lines += ["", "Warnings:", "", *(f"- {warning}" for warning in report.warnings)]

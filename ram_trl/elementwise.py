@@ -11,6 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+NEGATIVE_ZERO = -(1 << 31)
+"""Its bits, as int32: the smallest there is."""
+
 
 def above(values: Tensor, threshold: float) -> Tensor:
     """Where values > threshold; bool. `values` and the comparison are float32."""
@@ -50,6 +53,13 @@ def masked(values: Tensor, mask: Tensor) -> Tensor:
     return (values.view(torch.int32) & mask).view(torch.float32)
 
 
+def at_least(count: Tensor, number: int) -> Tensor:
+    """A mask, as bits, of where a count (uint8) reaches a number."""
+    if count.device.type != "cpu":
+        return bits(count >= number)
+    return bits(torch.from_numpy(count.numpy() >= number))
+
+
 def select(mask: Tensor, values: Tensor, others: Tensor) -> Tensor:
     """`values` where the mask's bits are set, `others` elsewhere; float32, to the bit."""
     other_bits = others.view(torch.int32)
@@ -69,6 +79,13 @@ def largest(values: Tensor) -> float:
 def divided(values: Tensor, by: float) -> Tensor:
     """values / by in float32, in place; on CUDA torch would multiply by the reciprocal of a plain number."""
     return values.div_(torch.tensor(by, dtype=torch.float32, device=values.device))
+
+
+def has_negative_zero(values: Tensor) -> bool:
+    """Whether an entry is −0, the only number that adding 0 changes."""
+    if values.device.type != "cpu":
+        return bool((values.view(torch.int32) == NEGATIVE_ZERO).any())
+    return values.numel() > 0 and int(values.numpy().view(np.int32).min()) == NEGATIVE_ZERO
 
 
 def how_many(where: Tensor) -> int:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ram_trl import criterion
 from ram_trl.config import MergeConfig
-from ram_trl.elementwise import above, below, bits, how_many, largest, packed
+from ram_trl.elementwise import above, below, how_many, largest, packed
 from ram_trl.methods import Chunk, rule
 from ram_trl.methods.chunk import Update
 from ram_trl.plan import Counts, Plan
@@ -291,17 +291,19 @@ def _compared(base: Store, agents: Mapping[str, Store], references: Mapping[str,
 
 def _load(base: Store, compared: Sequence[Compared], plan: Plan, span: Span) -> Chunk:
     before = span.of(base)
-    updates = []
-    for agent, against, threshold in zip(plan.agents, compared, plan.thresholds, strict=True):
+
+    def update(agent: str, against: Compared, threshold: float) -> Update:
         theta, reference, tau = against.read(span, before)
-        mask, tau = criterion.active(theta, reference, tau, plan.config, threshold, base.dtype(span.name))
+        active, tau = criterion.active(theta, reference, tau, plan.config, threshold, base.dtype(span.name))
         weight = plan.config.weight(agent)
         if weight != 1:
             tau = tau * weight
         if weight != 1 or not against.is_base:
             theta = before + tau
-        updates.append(Update(agent, tau, bits(mask), theta))
-    return Chunk(span.name, span.start, before, updates)
+        return Update(agent, tau, active, theta)
+
+    updates = map(update, plan.agents, compared, plan.thresholds)
+    return Chunk(span.name, span.start, before, updates, len(plan.agents))
 
 
 def _count(

@@ -59,7 +59,7 @@ def merge(
     Merges the agents' checkpoints into one that `from_pretrained` opens.
 
     The output has the base's tensor names, dtypes, config, tokenizer and other side files, and `merge_report.json`, a
-    model card and `SHA256SUMS`. Inputs are only read.
+    model card with pictures in `plots/`, and `SHA256SUMS`. Inputs are only read.
 
     Args:
         base (`Path` or `str`):
@@ -123,9 +123,14 @@ def merge(
                 weights = writer.finish()
                 writer.check()
         _check_difference(plan, writer, dtype)
+        # matplotlib takes half a second to import.
+        from ram_trl.plots import save_merge_plots
+
+        with errors_name(unfinished.model / "plots"):
+            plots = save_merge_plots(report, unfinished.model / "plots")
         for name, text in {
             "merge_report.json": report.to_json(),
-            "README.md": model_card(report, inputs.base.config),
+            "README.md": model_card(report, inputs.base.config, [f"plots/{path.name}" for path in plots]),
         }.items():
             with errors_name(unfinished.model / name):
                 (unfinished.model / name).write_text(text, encoding="utf-8")

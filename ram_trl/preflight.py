@@ -16,6 +16,9 @@ from ram_trl.naming import hints
 from ram_trl.problems import Problem, agent_place
 from ram_trl.weights import MERGEABLE, Span, Store, cut, entries
 
+MOST_AGENTS = 255
+"""Agents that are active in an entry are counted in 8 bits."""
+
 COMPARE_CHUNK = 1 << 20
 
 
@@ -25,6 +28,8 @@ def check_names(agents: Iterable[str], config: MergeConfig) -> list[Problem]:
     problems = []
     if not agents:
         problems.append(Problem("config", "no agents are given; name at least one"))
+    if len(agents) > MOST_AGENTS:
+        problems.append(Problem("config", f"{len(agents)} agents are given; at most {MOST_AGENTS} merge at once"))
     for agent in agents:
         if not AGENT_NAME.fullmatch(str(agent)):
             what = "the name may hold letters, digits, '.', '_' and '-' only and starts with a letter or digit"

@@ -103,7 +103,7 @@ def _arm(calls: list[str], fatal: int, when: str) -> None:
                 if when == "after":
                     with suppress(OSError):
                         real(*args, **kwargs)
-                elif when == "half":
+                elif when == "half" and name in WRITES:
                     content = memoryview(args[1])
                     real(args[0], content[: len(content) // 2], *args[2:])
                 os.kill(os.getpid(), signal.SIGKILL)

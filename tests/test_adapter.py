@@ -151,7 +151,7 @@ def test_any_cut_and_any_number_of_threads_give_the_same_bits(tmp_path, variant,
         lora.adapter(tmp_path / "base", tmp_path / agent, seed=seed, **settings)
     folders = {"tool": tmp_path / "tool", "code": tmp_path / "code"}
     results = []
-    for how in ({"chunk": 1 << 30, "threads": 1}, {"chunk": 7, "threads": 3}, {"chunk": 501, "threads": 2}):
+    for how in ({"chunk": 1 << 30, "threads": 1}, {"chunk": 97, "threads": 3}, {"chunk": 501, "threads": 2}):
         base, agents = lora.opened(tmp_path / "base", folders)
         results.append(lora.merged(base, agents, MergeConfig(top=0.2, r=0.2), **how))
     for other in results[1:]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -99,7 +100,8 @@ def test_side_files_come_from_the_base(family):
     expected = {name for name in base if not name.startswith(("checkpoint-", "model.", "README"))}
     assert {"tokenizer.json", "chat_template.jinja", "generation_config.json", "config.json"} <= expected
     assert {name: out[name] for name in expected} == {name: base[name] for name in expected}
-    assert out.keys() == expected | {"model.safetensors", "merge_report.json", "README.md", "SHA256SUMS"}
+    plots = {f"plots/{name}.png" for name in ("overlap", "pairs", "layers")}
+    assert out.keys() == expected | plots | {"model.safetensors", "merge_report.json", "README.md", "SHA256SUMS"}
     tokenizer = AutoTokenizer.from_pretrained(family / "out")
     assert tokenizer("ab").input_ids == models.tokenizer()("ab").input_ids
     assert tokenizer.chat_template["default"] == models.tokenizer().chat_template
@@ -207,6 +209,9 @@ def test_report_and_card(family):
     assert card.startswith("---\nbase_model: base\n")
     for agent in ("tool", "code"):
         assert f"| {agent} | {report.agents[agent].density:.2%}" in card
+    for picture in re.findall(r"!\[\w+\]\((.+)\)", card):
+        assert (family / "out" / picture).read_bytes().startswith(b"\x89PNG")
+    assert card.count("![") == 3
     models.reconfigure(family / "base", _name_or_path="Qwen/Qwen3-1.7B")
     merge(family / "base", agents_of(family), family / "hub")
     assert "base_model: Qwen/Qwen3-1.7B\n" in (family / "hub" / "README.md").read_text()
@@ -361,7 +366,7 @@ def test_files_are_readable_as_the_umask_says(family):
         merge(family / "base", agents_of(family), family / "out")
     finally:
         os.umask(old)
-    assert {oct(path.stat().st_mode & 0o777) for path in (family / "out").iterdir()} == {"0o644"}
+    assert {oct(path.stat().st_mode & 0o777) for path in (family / "out").rglob("*.*")} == {"0o644"}
 
 
 def test_learning_rate_times_steps_below_epsilon_is_warned_about_by_name(family):

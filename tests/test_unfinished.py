@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import shutil
@@ -15,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from ram_trl import MergeConfig, MergeInputError, merge
-from ram_trl.unfinished import workshop
+from ram_trl.unfinished import Unfinished, workshop
 from tests import models
 from tests.crash import DIED, calls_of, forked
 
@@ -55,7 +54,10 @@ def resumed_equals(family: Path, unbroken: dict[str, bytes]) -> int:
         merged(family, resume=True)
     assert models.contents(family / "out") == unbroken
     assert {name: _identity(family / "out" / name) for name in kept} == kept
-    assert [path.name for path in family.iterdir() if path.name.startswith(".")] in ([], [workshop(family / "out").name])
+    assert [path.name for path in family.iterdir() if path.name.startswith(".")] in (
+        [],
+        [workshop(family / "out").name],
+    )
     shutil.rmtree(family / "out")
     shutil.rmtree(workshop(family / "out"), ignore_errors=True)
     return len(kept)
@@ -66,14 +68,12 @@ def killed_at(family: Path, unbroken: dict[str, bytes], every: int, when: str) -
     shutil.rmtree(family / "out")
     counts = set()
     for fatal in range(0, len(calls), every):
-        if when == "half" and calls[fatal] not in ("write", "pwrite"):
-            continue
         assert forked(lambda: merged(family), fatal, when) is DIED
         counts.add(resumed_equals(family, unbroken))
-    assert counts >= {0, 1, 2, 3} or when == "half"
+    assert counts >= {0, 3}
 
 
-@pytest.mark.parametrize(("when", "every"), [("before", 3), ("after", 7), ("half", 5)])
+@pytest.mark.parametrize(("when", "every"), [("before", 5), ("after", 11), ("half", 9)])
 def test_killed_at_a_system_call_and_resumed_it_equals_an_unbroken_run(family, unbroken, when, every):
     killed_at(family, unbroken, every, when)
 
@@ -86,11 +86,17 @@ def test_killed_at_every_system_call_and_resumed_it_equals_an_unbroken_run(famil
 
 def die_after(family: Path, files: int, **options) -> None:
     """Leaves a merge that was killed when it had finished so many weight files."""
-    for fatal in range(1000):
-        assert forked(lambda: merged(family, **options), fatal) is DIED
+    keep = Unfinished.keep
+
+    def keep_and_die(self, file, differs):
+        keep(self, file, differs)
         if len(finished(family)) == files:
-            return
-    raise AssertionError(f"never saw {files} finished files")
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Unfinished, "keep", keep_and_die)
+        assert forked(lambda: merged(family, **options)) is DIED
+    assert len(finished(family)) == files
 
 
 def test_what_was_counted_is_not_counted_again(family, unbroken, monkeypatch):
@@ -124,7 +130,6 @@ def test_resuming_another_merge_is_refused_by_name_and_nothing_is_lost(family, u
     kept = models.contents(workshop(family / "out"))
     agents = {"tool": family / "tool", "code": family / "code"}
     options = {"max_shard_size": FILES, "config": MergeConfig(top=0.3)}
-    code = models.contents(family / "code")["model.safetensors"]
     if changed == "config":
         options["config"] = MergeConfig(top=0.1)
     elif changed == "dtype":
@@ -144,7 +149,6 @@ def test_resuming_another_merge_is_refused_by_name_and_nothing_is_lost(family, u
     assert models.contents(workshop(family / "out")) == kept
     if changed == "config":
         resumed_equals(family, unbroken)
-    assert code
 
 
 def test_without_resume_an_earlier_run_is_told_about_and_removed(family, unbroken, caplog):
@@ -173,9 +177,10 @@ def test_resume_with_nothing_to_resume_merges_from_the_start(family, unbroken):
 
 
 def test_two_merges_into_one_folder_at_once_are_refused(family):
-    from ram_trl.unfinished import Unfinished
-
-    with Unfinished(family / "out", {"a": "b"}, False), pytest.raises(MergeInputError, match="another process is making"):
+    with (
+        Unfinished(family / "out", {"a": "b"}, False),
+        pytest.raises(MergeInputError, match="another process is making"),
+    ):
         merged(family)
     merged(family)
 
@@ -206,14 +211,16 @@ def test_wrong_input_leaves_nothing_even_if_files_are_finished(family):
     assert sorted(path.name for path in family.iterdir()) == ["base", "code", "tool"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_the_command_is_stopped_and_resumed(family, unbroken, number):
-    """SIGTERM and kill -9 of the real program, at a moment when some files are finished."""
-    for agent in ("tool", "code"):
-        assert (family / agent).exists()
-    command = [sys.executable, "-m", "ram_trl.cli", "merge", "--base", "base", "--out", "out", "--top", "0.3"]
-    command += ["--agent", "tool=tool", "--agent", "code=code", "--shard-size", "1KB", "--threads", "1"]
-    process = subprocess.Popen(command, cwd=family, stderr=subprocess.PIPE, text=True)
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)])
+def test_the_command_is_stopped_and_resumed(family, number):
+    """The real program, at a moment when some files are finished."""
+    merged(family, max_shard_size="1KB")
+    unbroken = models.contents(family / "out")
+    shutil.rmtree(family / "out")
+    command = [sys.executable, "-m", "ram_trl.cli", "merge", "--base", f"{family}/base", "--out", f"{family}/out"]
+    command += ["--agent", f"tool={family}/tool", "--agent", f"code={family}/code", "--top", "0.3"]
+    command += ["--shard-size", "1KB", "--threads", "1"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 120
     folder = workshop(family / "out") / "finished"
     while process.poll() is None and time.monotonic() < deadline and len(list(folder.glob("*.json"))) < 2:
@@ -222,15 +229,10 @@ def test_the_command_is_stopped_and_resumed(family, unbroken, number):
     _, told = process.communicate(timeout=60)
     assert process.returncode == (143 if number == signal.SIGTERM else -9)
     assert not (family / "out").exists()
-    if number == signal.SIGTERM:
-        assert "go on with resume (--resume)" in told
+    assert ("go on with resume (--resume)" in told) == (number == signal.SIGTERM)
     kept = finished(family)
     assert len(kept) >= 2
-    done = subprocess.run([*command, "--resume"], cwd=family, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([*command, "--resume"], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert {name: _identity(family / "out" / name) for name in kept} == kept
-    left = json.loads((family / "out" / "merge_report.json").read_text())
-    shutil.rmtree(family / "out")
-    again = subprocess.run(command, cwd=family, capture_output=True, text=True, timeout=120)
-    assert again.returncode == 0, again.stderr
-    assert json.loads((family / "out" / "merge_report.json").read_text()) == left
+    assert models.contents(family / "out") == unbroken

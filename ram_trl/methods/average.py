@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ram_trl.elementwise import divided, select
-from ram_trl.methods.chunk import Chunk, at_least, combine
+from ram_trl.elementwise import at_least, divided, select
+from ram_trl.methods.chunk import Chunk, combine
 
 
 def average(chunk: Chunk) -> Tensor:
@@ -19,8 +19,7 @@ def average(chunk: Chunk) -> Tensor:
     Returns:
         `Tensor`: the merged entries, float32.
     """
-    agents = len(chunk.updates)
-    total, count, single = combine(chunk.base, chunk.updates, [1.0] * agents)
-    if agents == 1:
+    total, count, single = combine(chunk.base, chunk.updates, [1.0] * chunk.agents)
+    if chunk.agents == 1:
         return single
-    return select(at_least(count, 1), divided(total, agents).add_(chunk.base), chunk.base)
+    return select(at_least(count, 1), divided(total, chunk.agents).add_(chunk.base), chunk.base)

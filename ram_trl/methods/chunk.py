@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from ram_trl.elementwise import bits
 
 
 @dataclass(frozen=True)
@@ -19,15 +21,15 @@ class Update:
             Name of the agent.
         tau (`Tensor`, float32):
             Task vector times the agent's weight where active, 0 elsewhere.
-        mask (`Tensor`, int32):
-            m_t, as bits: all set where the agent's criterion counts the entry as changed, none elsewhere.
+        active (`Tensor`, bool):
+            The agent's mask m_t: where its criterion counts the entry as changed.
         theta (`Tensor`, float32):
             base + tau; the agent's own weights, to the bit, where its weight is 1. Read where active only.
     """
 
     agent: str
     tau: Tensor
-    mask: Tensor
+    active: Tensor
     theta: Tensor
 
     def on(self, base: Tensor, coefficient: float) -> Tensor:
@@ -52,36 +54,35 @@ class Chunk:
             Flat index of the first entry.
         base (`Tensor`, float32):
             The base's weights.
-        updates (`Sequence[Update]`):
-            One per agent, in sorted order of agent names: the order of every sum.
+        updates (`Iterable[Update]`):
+            One per agent, in sorted order of agent names: the order of every sum. To be gone through once: each is
+            made when it is its turn, and the cache has room for few.
+        agents (`int`):
+            How many there are, at most 255.
     """
 
     name: str
     start: int
     base: Tensor
-    updates: Sequence[Update]
+    updates: Iterable[Update]
+    agents: int
 
 
-def combine(base: Tensor, updates: Sequence[Update], coefficients: Sequence[float]) -> tuple[Tensor, Tensor, Tensor]:
+def combine(base: Tensor, updates: Iterable[Update], coefficients: Sequence[float]) -> tuple[Tensor, Tensor, Tensor]:
     """
     The three ingredients of a rule, in one sweep over the agents.
 
     Returns:
         `tuple[Tensor, Tensor, Tensor]`: `total`, the sum of τ over the active agents; `count`, how many are active
-        (int32); `single`, which is base + coefficient · τ where exactly one agent is active and the base where none
+        (uint8); `single`, which is base + coefficient · τ where exactly one agent is active and the base where none
         is (undefined where several are).
     """
     base_bits = base.view(torch.int32)
     total = torch.zeros_like(base)
-    count = torch.zeros_like(base_bits)
+    count = torch.zeros_like(base, dtype=torch.uint8)
     flips = torch.zeros_like(base_bits)
     for update, coefficient in zip(updates, coefficients, strict=True):
         total += update.tau
-        count -= update.mask  # all bits set is −1
-        flips ^= (update.on(base, coefficient).view(torch.int32) ^ base_bits).bitwise_and_(update.mask)
+        count += update.active.view(torch.uint8)
+        flips ^= (update.on(base, coefficient).view(torch.int32) ^ base_bits).bitwise_and_(bits(update.active))
     return total, count, flips.bitwise_xor_(base_bits).view(torch.float32)
-
-
-def at_least(count: Tensor, number: int) -> Tensor:
-    """The mask, as bits, of entries where so many agents are active."""
-    return (number - 1 - count).bitwise_right_shift_(31)  # the sign, in every bit

@@ -34,14 +34,14 @@ def dare(chunk: Chunk, scale: float, drop: float, seed: int) -> Tensor:
     """
     if drop == 0:
         return task_arithmetic(chunk, scale)
-    thinned = [_thin(chunk, update, drop, seed) for update in chunk.updates]
+    thinned = (_thin(chunk, update, drop, seed) for update in chunk.updates)
     return task_arithmetic(dataclasses.replace(chunk, updates=thinned), scale)
 
 
 def _thin(chunk: Chunk, update: Update, drop: float, seed: int) -> Update:
-    kept = update.mask & ~bits(dropped(update.agent, chunk.name, chunk.start, chunk.base, drop, seed))
-    tau = divided(masked(update.tau, kept), 1 - drop)
-    return dataclasses.replace(update, tau=tau, mask=kept, theta=chunk.base + tau)
+    kept = update.active & ~dropped(update.agent, chunk.name, chunk.start, chunk.base, drop, seed)
+    tau = divided(masked(update.tau, bits(kept)), 1 - drop)
+    return dataclasses.replace(update, tau=tau, active=kept, theta=chunk.base + tau)
 
 
 def dropped(agent: str, name: str, start: int, like: Tensor, drop: float, seed: int) -> Tensor:

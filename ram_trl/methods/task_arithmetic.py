@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ram_trl.elementwise import select
-from ram_trl.methods.chunk import Chunk, at_least, combine
+from ram_trl.elementwise import at_least, select
+from ram_trl.methods.chunk import Chunk, combine
 
 
 def task_arithmetic(chunk: Chunk, scale: float) -> Tensor:
@@ -21,5 +21,5 @@ def task_arithmetic(chunk: Chunk, scale: float) -> Tensor:
     Returns:
         `Tensor`: the merged entries, float32.
     """
-    total, count, single = combine(chunk.base, chunk.updates, [scale] * len(chunk.updates))
+    total, count, single = combine(chunk.base, chunk.updates, [scale] * chunk.agents)
     return select(at_least(count, 2), total.mul_(scale).add_(chunk.base), single)

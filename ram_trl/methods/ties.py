@@ -7,8 +7,8 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from ram_trl.elementwise import bits, differ, masked, select
-from ram_trl.methods.chunk import Chunk, at_least, combine
+from ram_trl.elementwise import at_least, bits, differ, masked, select
+from ram_trl.methods.chunk import Chunk, combine
 
 
 def ties(chunk: Chunk, scale: float) -> Tensor:
@@ -26,14 +26,15 @@ def ties(chunk: Chunk, scale: float) -> Tensor:
     Returns:
         `Tensor`: the merged entries, float32.
     """
+    updates = list(chunk.updates)
     total = torch.zeros_like(chunk.base)
-    for update in chunk.updates:
+    for update in updates:
         total += update.tau
     elected = total.sign_()
     agreeing = []
-    for update in chunk.updates:
-        mask = update.mask & ~bits(differ(update.tau.sign(), elected))
-        agreeing.append(dataclasses.replace(update, mask=mask, tau=masked(update.tau, mask)))
+    for update in updates:
+        agrees = update.active & ~differ(update.tau.sign(), elected)
+        agreeing.append(dataclasses.replace(update, active=agrees, tau=masked(update.tau, bits(agrees))))
     total, count, single = combine(chunk.base, agreeing, [scale] * len(agreeing))
-    mean = total.div_(count.to(torch.float32).clamp_(min=1)).mul_(scale).add_(chunk.base)
+    mean = total.div_(count.to(torch.float32)).mul_(scale).add_(chunk.base)
     return select(at_least(count, 2), mean, single)

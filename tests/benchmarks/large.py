@@ -19,7 +19,7 @@ from ram_trl.weights.checkpoint import open_checkpoint, total_bytes
 from ram_trl.weights.writer import CheckpointWriter
 from tests.models import tokenizer
 
-LAYOUTS = {1: (1024, 16), 2: (1536, 16), 4: (2048, 21)}
+LAYOUTS = {1: (1024, 23), 2: (1536, 21), 4: (2048, 25)}
 """Hidden size and layers by number of parameters, in multiples of 0.41 billion."""
 
 CHANGED = 0.205
@@ -33,7 +33,7 @@ def layout(scale: int, shrink: int = 1) -> Qwen3Config:
     """A Qwen3 of `scale` · 0.41 billion parameters; all widths are divided by `shrink`."""
     hidden, layers = LAYOUTS[scale]
     return Qwen3Config(
-        vocab_size=151936 // shrink,
+        vocab_size=49152 // shrink,
         hidden_size=hidden // shrink,
         intermediate_size=3 * hidden // shrink,
         num_hidden_layers=layers,

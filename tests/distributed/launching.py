@@ -66,9 +66,11 @@ def launch(
     config: Path | None,
     ranks: int = 2,
     environment: dict[str, str] | None = None,
+    module: str = "tests.distributed.sharded",
+    first: str = "",
 ) -> subprocess.Popen:
-    """Starts `tests.distributed.sharded`; with an accelerate config by it, else by torchrun, or alone."""
-    job = ["tests.distributed.sharded", str(folder), json.dumps(settings)]
+    """Starts a module on every rank; with an accelerate config by `accelerate launch`, else by torchrun, or alone."""
+    job = [module, *([first] if first else []), str(folder), json.dumps(settings)]
     if config is not None:
         command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
         command += ["--main_process_port", str(free_port()), "-m", *job]

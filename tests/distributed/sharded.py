@@ -7,8 +7,10 @@ means and not by ours. The step after a merge is made with learning rate 0.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,7 +26,7 @@ from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 from datasets import Dataset
 from safetensors.torch import save_file
-from transformers import TrainerCallback
+from transformers import AutoModelForCausalLM, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
 import ram_trl
@@ -191,6 +193,42 @@ def letters(completions: list[str], **columns: Any) -> list[float]:
     return [completion.count("a") + 0.1 * len(set(completion)) for completion in completions]
 
 
+class Die(TrainerCallback):
+    """Kills a rank at the end of a step, after the checkpoint of the step before was written."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fail_in(where: str) -> None:
+    """This rank's third call there, in its second merge, raises."""
+    from ram_trl.member import Member
+    from ram_trl.weights.live import LiveWeights
+    from ram_trl.weights.sparse import BlockWriter
+
+    places = {"count": (LiveWeights, "read"), "publish": (BlockWriter, "add"), "load": (LiveWeights, "write")}
+    owner, method = places[where]
+    real, meet = getattr(owner, method), Member.meet
+    meetings, calls = itertools.count(1), iter(())
+
+    def met(*arguments: Any, **named: Any) -> Any:
+        nonlocal calls
+        calls = itertools.count(1) if next(meetings) == 2 else iter(())
+        return meet(*arguments, **named)
+
+    def failing(*arguments: Any, **named: Any) -> Any:
+        if next(calls, 0) == 3:
+            raise OSError("the disk of this rank is gone")
+        return real(*arguments, **named)
+
+    Member.meet = met
+    setattr(owner, method, failing)
+
+
 def make_trainer(folder: Path, settings: dict[str, Any]):
     kinds = {"grpo": (GRPOTrainer, GRPOConfig), "rloo": (RLOOTrainer, RLOOConfig)}
     make, configure = kinds[settings.get("kind", "grpo")]
@@ -215,8 +253,9 @@ def make_trainer(folder: Path, settings: dict[str, Any]):
         }
         | settings.get("training", {})
     )
+    base = settings.get("base", folder / "base")
     return make(
-        load_odd(folder / "base"),
+        load_odd(base) if settings.get("odd", True) else AutoModelForCausalLM.from_pretrained(base),
         letters,
         args=arguments,
         train_dataset=Dataset.from_dict({"prompt": ["ab", "cd", "ef", "gh"] * 16}),
@@ -224,14 +263,19 @@ def make_trainer(folder: Path, settings: dict[str, Any]):
     )
 
 
-def main(folder: Path, settings: dict[str, Any]) -> None:
+def prepare() -> None:
+    """What CPU ranks need before a trainer is made."""
     torch.set_num_threads(1)
     without_compiling()
     if os.environ.get("ACCELERATE_USE_FSDP"):
         fsdp_on_the_cpu()
+
+
+def main(folder: Path, settings: dict[str, Any]) -> None:
+    prepare()
     trainer = make_trainer(folder, settings)
-    ram = {"hub": folder / "hub", "agent": "tool", "base": folder / "base", "merge_every": 2, "keep_rounds": 99,
-           "heartbeat": 0.2, "patience": 60, "timeout": 100, "on_hub_error": "raise"}  # fmt: skip
+    ram = {"hub": folder / "hub", "agent": "tool", "base": settings.get("base", folder / "base"), "merge_every": 2,
+           "keep_rounds": 99, "heartbeat": 0.2, "patience": 60, "timeout": 100, "on_hub_error": "raise"}  # fmt: skip
     ram |= settings.get("ram", {})
     trainer.add_callback(Recorder(folder, "before", ram["merge_every"]))
     callback = ram_trl.attach(trainer, **ram)
@@ -239,9 +283,18 @@ def main(folder: Path, settings: dict[str, Any]) -> None:
     trainer.add_callback(StandStill(folder, ram["merge_every"]))
     spy = Spy()
     spy.place(callback)
-    trainer.train(resume_from_checkpoint=settings.get("resume"))
-    trainer.save_model(str(folder / "saved"))
     rank = dist.get_rank() if dist.is_initialized() else 0
+    if settings.get("die", {}).get("rank") == rank:
+        trainer.add_callback(Die(settings["die"]["step"]))
+    if settings.get("fail", {}).get("rank") == rank:
+        fail_in(settings["fail"]["where"])
+    try:
+        trainer.train(resume_from_checkpoint=settings.get("resume"))
+    except (OSError, RuntimeError, ValueError) as error:
+        (folder / f"error-rank{rank}.json").write_text(json.dumps(f"{type(error).__name__}: {error}"))
+        write(folder, "error", trainer.callback_handler.model, trainer.callback_handler.optimizer)
+        raise
+    trainer.save_model(str(folder / "saved"))
     seen = {
         "world": dist.get_world_size() if dist.is_initialized() else 1,
         "distributed": str(AcceleratorState().distributed_type).rsplit(".", 1)[-1],

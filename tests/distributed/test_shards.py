@@ -13,7 +13,7 @@ import os
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +113,8 @@ def cpu_adam() -> None:
 
 
 def start(case: Case, folder: Path, **ram: Any):
-    settings = {"training": {"bf16": case.bf16}} | case.settings
+    settings = dict(case.settings)
+    settings["training"] = {"bf16": case.bf16} | settings.get("training", {})
     settings["ram"] = {"agents": ["code", "tool"]} | settings.get("ram", {}) | ram
     config = None
     if case.shipped:
@@ -157,6 +158,11 @@ class Peer:
         self.before.append(trainable(self.model))
         self.member.meet(step)
         self.after.append(trainable(self.model))
+
+
+def alone(case: Case, folder: Path, **settings: Any):
+    """A job with no other agent in its hub."""
+    return start(replace(case, settings=case.settings | settings), folder, agents=[])
 
 
 def run(case: Case, folder: Path, first: str = "tool") -> Peer:

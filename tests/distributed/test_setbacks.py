@@ -1,0 +1,124 @@
+"""What goes wrong in jobs of several ranks: a rank raises, a rank is killed, the job comes back."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ram_trl.hub import Hub
+from tests import models
+from tests.distributed.launching import end, finish
+from tests.distributed.odd import OddModel, odd_model
+from tests.distributed.test_shards import ALL, QUICK, Case, alone, assert_same, seen, start, state
+
+SLOW = pytest.mark.slow
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    odd_model().save_pretrained(tmp_path / "base")
+    models.tokenizer().save_pretrained(tmp_path / "base")
+    return tmp_path
+
+
+def fails(job: Any, timeout: float = 200) -> None:
+    """The job ends by itself, and not well."""
+    try:
+        assert job.wait(timeout) != 0
+    finally:
+        end(job)
+
+
+@pytest.mark.parametrize(
+    ("layout", "where"),
+    [
+        pytest.param("zero2-bf16", "count", marks=SLOW),
+        pytest.param("zero2-bf16", "publish", marks=SLOW),
+        pytest.param("zero3-bf16", "count", marks=SLOW),
+        pytest.param("zero3-bf16", "load", marks=SLOW),
+        ("zero2-bf16", "load"),
+    ],
+)
+def test_an_error_on_one_rank_is_raised_on_all_before_anything_is_committed(folder, layout, where):
+    fails(alone(QUICK[layout], folder, fail={"rank": 1, "where": where}))
+    first, second = (json.loads((folder / f"error-rank{rank}.json").read_text()) for rank in (0, 1))
+    assert second == "OSError: the disk of this rank is gone"
+    assert first == f"JobOSError: rank 1 of this job failed: {second}"
+    for rank in (0, 1):
+        assert_same(seen(folder, "error", rank, "copy"), seen(folder, "before-4", rank, "copy"), rank)
+    made = 2 if where == "load" else 1
+    hub = Hub(folder / "hub")
+    assert len(hub.decisions()) == made
+    assert all(torch.isfinite(tensor).all() for tensor in state(folder, made).values())  # every checksum fits
+    for generalist in (hub.path / "generalist").glob("round-*"):
+        OddModel.from_pretrained(generalist)
+
+
+CHECKPOINTS = {"save_strategy": "steps", "save_steps": 1, "max_steps": 6}
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "zero3-bf16",
+        *(
+            pytest.param(layout, marks=SLOW)
+            for layout in ("zero2-bf16", "zero3-fp32", "zero1-fp32", "zero3-bf16-offload")
+        ),
+    ],
+)
+def test_a_job_with_a_killed_rank_dies_and_goes_on_from_its_checkpoint(folder, layout):
+    """Killed at step 5 of rounds of 2 steps, back from the checkpoint of step 4: as if nothing had happened."""
+    case = (QUICK | ALL)[layout]
+    fails(alone(case, folder, training=CHECKPOINTS, die={"rank": 1, "step": 5}))
+    assert len(Hub(folder / "hub").decisions()) == 2
+    broken = replace(case, settings={"resume": str(folder / "out" / "checkpoint-4")})
+    finish(alone(broken, folder, training=CHECKPOINTS), folder)
+    unbroken = folder / "unbroken"
+    unbroken.mkdir()
+    shutil.copytree(folder / "base", unbroken / "base")
+    finish(alone(case, unbroken, training=CHECKPOINTS), unbroken)
+    assert len(Hub(folder / "hub").decisions()) == len(Hub(unbroken / "hub").decisions()) >= 3
+    for number in (1, 2, 3):
+        assert_same(state(folder, number), state(unbroken, number), number)
+    for rank in (0, 1):
+        for kind in ("master", "copy"):
+            assert_same(seen(folder, "after-6", rank, kind), seen(unbroken, "after-6", rank, kind), (rank, kind))
+
+
+def digests(hub: Hub, number: int) -> list[dict[str, str]]:
+    return [json.loads(path.read_text())["content"] for path in sorted(hub.round_folder(number).glob("digest-*.json"))]
+
+
+def test_jobs_of_different_kinds_load_the_same_generalists(folder):
+    """ZeRO-3 on two ranks, a process alone, ZeRO-2 on two ranks, all in one hub that starts from the rounded base."""
+    kinds = {"mem": QUICK["zero3-bf16"], "code": Case(layout="unsharded", ranks=1), "tool": QUICK["zero2-bf16"]}
+    jobs = {}
+    try:
+        for agent, case in kinds.items():
+            (folder / agent).mkdir()
+            ram = {"agent": agent, "hub": str(folder / "hub"), "agents": sorted(kinds), "carry": False}
+            jobs[agent] = start(replace(case, settings={"base": str(folder / "base")}), folder / agent, **ram)
+        for agent, job in jobs.items():
+            finish(job, folder / agent, 280)
+    finally:
+        for job in jobs.values():
+            end(job)
+    hub = Hub(folder / "hub")
+    for number in (1, 2, 3):
+        found = digests(hub, number)
+        assert len(found) == 3
+        assert found[0] == found[1] == found[2]
+        expected = state(folder, number)
+        for agent, case in kinds.items():
+            for rank in range(case.ranks):
+                assert_same(seen(folder / agent, f"after-{2 * number}", rank, "master"), expected, (agent, rank))
+    rounded = {name: tensor.bfloat16().float() for name, tensor in state(folder, 0).items()}
+    if hub.described()["founding"]["rounded"]:
+        assert_same(state(folder, 0), rounded, "state 0")
