@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,10 @@ def model_card(report: MergeReport, base_config: Mapping[str, Any], plots: Seque
         `str`: Markdown with YAML front matter.
     """
     data = ModelCardData(
-        base_model=_hub_name(report.base, base_config), library_name="transformers", tags=["merge", "ram_trl"]
+        base_model=_hub_name(report.base, base_config),
+        base_model_relation="merge",
+        library_name="transformers",
+        tags=["merge", "ram_trl"],
     )
     config = report.config
     knobs = [f"criterion: {report.criterion}"]
@@ -70,7 +74,13 @@ def _hub_name(base: Path | None, config: Mapping[str, Any]) -> str | None:
     name = config.get("_name_or_path")
     if isinstance(name, str) and name.count("/") == 1 and not name.startswith(("/", ".")):
         return str(name)
-    return base.resolve().name if base else None
+    if base is None:
+        return None
+    # A snapshot in the cache of huggingface_hub: models--Qwen--Qwen3-1.7B/snapshots/<revision>.
+    for folder in base.absolute().parents:
+        if folder.name.startswith("models--"):
+            return folder.name.removeprefix("models--").replace("--", "/", 1)
+    return re.sub(r"[^\w.-]+", "-", base.resolve().name).strip("-.") or None
 
 
 def _number(value: float | None) -> str:

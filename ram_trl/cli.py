@@ -14,10 +14,10 @@ from rich.console import Console
 
 from ram_trl.config import MergeConfig, read_yaml
 from ram_trl.generalist import DTYPES
-from ram_trl.offline import SHARD_SIZE, find_problems, is_size, merge, outline, probe
+from ram_trl.offline import SHARD_SIZE, find_problems, is_size, merge, merge_to_adapter, outline, probe
 from ram_trl.outline import show_outline
 from ram_trl.problems import MergeInputError, Problem
-from ram_trl.tables import show_probe, show_report
+from ram_trl.tables import show_fit, show_probe, show_report
 
 Result = TypeVar("Result")
 
@@ -50,7 +50,10 @@ MixedDtypes = Annotated[
     bool | None, typer.Option("--allow-mixed-dtypes", help="Merge agents stored in different precision.")
 ]
 
-JOB_KEYS = ("base", "out", "dtype", "shard_size", "device", "threads", "allow_mixed_dtypes")
+FULL_KEYS = ("dtype", "shard_size", "device")
+"""Options for models, not adapters."""
+ADAPTER_KEYS = ("rank", "max_error")
+JOB_KEYS = ("base", "out", "as", *FULL_KEYS, *ADAPTER_KEYS, "threads", "allow_mixed_dtypes")
 """Options that say what to merge into what; in a YAML file there is `agents`, too."""
 KNOBS = ("preset", "method", "epsilon", "top", "ulp", "r", "alpha", "rho", "scale", "drop", "seed")
 """Options that are the knobs of a `MergeConfig`; in a YAML file there is `weights`, too."""
@@ -80,12 +83,24 @@ def merge_command(
     device: Device = None,
     threads: Threads = None,
     allow_mixed_dtypes: MixedDtypes = None,
+    as_: Annotated[str | None, typer.Option("--as", help="full (a model, default) or lora (an adapter).")] = None,
+    rank: Annotated[int | None, typer.Option(help="--as lora: rank of all layers.")] = None,
+    max_error: Annotated[float | None, typer.Option(help="--as lora: largest relative error of a layer.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check, and tell what would be done; no more.")] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with a merge that was killed.")] = False,
 ) -> None:
-    """Merge agents into one model that from_pretrained opens."""
-    job, knobs = _settled(context.params, needed=("base", "agents", "out"), thorough=not dry_run)
+    """Merge agents (models or LoRA adapters) into one model that from_pretrained opens, or into an adapter."""
+    given = {**context.params, "as": as_}
+    job, knobs = _settled(given, needed=("base", "agents", "out"), thorough=not dry_run)
     inputs = job.pop("base"), job.pop("agents"), job.pop("out"), knobs
+    if job.pop("as", "full") == "lora":
+        if dry_run or resume:
+            _stop(MergeInputError([Problem("config", "--dry-run and --resume are for --as full")]))
+        report, fitted = _run(lambda: merge_to_adapter(*inputs, **job))
+        show_report(report, Console())
+        show_fit(fitted, Console())
+        Console().print(f"adapter: {report.out}", soft_wrap=True, highlight=False, markup=False, emoji=False)
+        return
     if "shard_size" in job:
         job["max_shard_size"] = job.pop("shard_size")
     if dry_run:
@@ -136,6 +151,25 @@ def probe_command(
             Console().print(
                 f"pictures: {', '.join(map(str, pictures))}", soft_wrap=True, highlight=False, markup=False
             )
+
+
+@app.command("convert-zero")
+def convert_zero_command(
+    checkpoint: Annotated[Path, typer.Argument(help="A DeepSpeed ZeRO checkpoint, such as checkpoint-60.")],
+    out: Annotated[Path, typer.Argument(help="Folder to make.")],
+    base: Annotated[
+        Path | None, typer.Option(help="Its base, for config.json and the tokenizer if it has none.")
+    ] = None,
+) -> None:
+    """Make a DeepSpeed ZeRO checkpoint a folder that merge reads. Unpickles it: only for files you trust."""
+    from ram_trl.zero import convert_zero
+
+    try:
+        convert_zero(checkpoint.expanduser(), out.expanduser(), base)
+    except ModuleNotFoundError as error:
+        _stop(RuntimeError(f"{error.name} is not installed; pip install 'ram-trl[deepspeed]'"))
+    except (ValueError, OSError) as error:
+        _stop(error)
 
 
 @app.command("demo")
@@ -248,12 +282,23 @@ def _check_job(job: dict[str, Any]) -> list[Problem]:
         "dtype": ("auto, float32, bfloat16 or float16", lambda v: v in ("auto", *DTYPES)),
         "device": ("cpu or cuda", lambda v: v in ("cpu", "cuda")),
         "allow_mixed_dtypes": ("true or false", lambda v: isinstance(v, bool)),
+        "as": ("full or lora", lambda v: v in ("full", "lora")),
+        "rank": ("a whole number, at least 1", lambda v: type(v) is int and v >= 1),
+        "max_error": ("a number from 0 to below 1", lambda v: type(v) in (int, float) and 0 <= v < 1),
     }
-    return [
+    problems = [
         Problem("config", f"{key} is {job.pop(key)!r}, expected {what}")
         for key, (what, holds) in expected.items()
         if key in job and not holds(job[key])
     ]
+    adapter = job.get("as") == "lora"
+    for key in FULL_KEYS if adapter else ADAPTER_KEYS:
+        if key in job:
+            what = f"{key} is {job.pop(key)!r}, which is for --as {'full' if adapter else 'lora'}; leave it out"
+            problems.append(Problem("config", what))
+    if adapter and not problems and ("rank" in job) == ("max_error" in job):
+        problems.append(Problem("config", "--as lora needs --rank R or --max-error E: one of them"))
+    return problems
 
 
 def _all_text(pairs: dict[Any, Any]) -> bool:

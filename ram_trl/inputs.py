@@ -20,7 +20,8 @@ from ram_trl.preflight import check_layout, check_names
 from ram_trl.problems import Problem, agent_place
 from ram_trl.progress import bar
 from ram_trl.weights import MERGEABLE, Span, cut, entries, mergeable, whole
-from ram_trl.weights.checkpoint import Checkpoint, open_checkpoint
+from ram_trl.weights.adapter import Adapter, OpenedAdapter, is_adapter, open_adapter
+from ram_trl.weights.checkpoint import Checkpoint, Opened, open_checkpoint
 
 # Keys of config.json that may differ between a base and what was trained from it.
 INCIDENTAL_KEYS = frozenset(
@@ -41,14 +42,14 @@ class Inputs:
     Args:
         base (`Checkpoint`):
             The checkpoint the agents started from.
-        agents (`dict[str, Checkpoint]`):
+        agents (`dict[str, Checkpoint | Adapter]`):
             By name, sorted.
         warnings (`list[str]`):
             What does not keep them from being merged, but should be known.
     """
 
     base: Checkpoint
-    agents: dict[str, Checkpoint]
+    agents: dict[str, Checkpoint | Adapter]
     warnings: list[str]
 
     def without(self, names: frozenset[str]) -> Inputs:
@@ -73,7 +74,7 @@ def open_inputs(base: Path, agents: Mapping[str, Path], config: MergeConfig) -> 
     problems = check_names(agents, config)
     problems += [Problem("base", f"{link} is a link to nothing; restore it or remove it") for link in _dead(base)]
     opened_base = open_checkpoint(base, "base")
-    opened = {name: open_checkpoint(agents[name], agent_place(name)) for name in sorted(agents)}
+    opened = {name: _open_agent(agents[name], opened_base.store, agent_place(name)) for name in sorted(agents)}
     warnings = opened_base.warnings + _dtype_warnings(opened_base.store)
     problems += opened_base.problems
     for name, agent in opened.items():
@@ -89,6 +90,10 @@ def open_inputs(base: Path, agents: Mapping[str, Path], config: MergeConfig) -> 
         warnings += _vocabulary_warnings(base, agents[name], where)
     stores = {name: agent.store for name, agent in opened.items()}
     return Inputs(opened_base.store, stores, warnings), problems
+
+
+def _open_agent(folder: Path, base: Checkpoint, where: str) -> Opened | OpenedAdapter:
+    return open_adapter(folder, base, where) if is_adapter(folder) else open_checkpoint(folder, where)
 
 
 def check_precision(inputs: Inputs, config: MergeConfig) -> list[Problem]:
@@ -150,7 +155,7 @@ def infinite_buffers(inputs: Inputs, problems: list[Problem]) -> frozenset[str]:
     )
 
 
-def _same(base: Checkpoint, agent: Checkpoint, name: str) -> bool:
+def _same(base: Checkpoint, agent: Checkpoint | Adapter, name: str) -> bool:
     """Whether a tensor has the same values, bit for bit in fp32: an agent may be stored wider than its base."""
     if name not in base.names() or name not in agent.names() or base.shape(name) != agent.shape(name):
         return False

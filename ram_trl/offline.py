@@ -18,10 +18,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from ram_trl.adapters import merge_low_rank
+from ram_trl.assembly import AdapterReport
 from ram_trl.card import model_card
 from ram_trl.config import MergeConfig
 from ram_trl.engine import CHUNK, make_plan, merge_spans, reads
-from ram_trl.files import errors_name
+from ram_trl.files import errors_name, folder_in_one_piece
 from ram_trl.generalist import DTYPES, GeneralistWriter, layout, write_checksums
 from ram_trl.inputs import Inputs, check_finite, check_precision, infinite_buffers, open_inputs
 from ram_trl.outline import Outline, make_outline
@@ -31,6 +33,8 @@ from ram_trl.progress import bar
 from ram_trl.report import MergeReport, make_report
 from ram_trl.unfinished import Unfinished, fingerprint, workshop
 from ram_trl.weights import Span, Store, whole
+from ram_trl.weights.adapter import Adapter
+from ram_trl.weights.anatomy import Anatomy
 from ram_trl.weights.checkpoint import Checkpoint, side_files, total_bytes
 from ram_trl.weights.device import OnDevice
 from ram_trl.workers import Workers
@@ -174,6 +178,56 @@ def probe(
         raise MergeInputError(problems + check_finite(inputs))
     with Workers(threads) as workers:
         return _report(inputs, _counted(inputs, config, workers, chunk))
+
+
+def merge_to_adapter(
+    base: Path | str,
+    agents: Mapping[str, Path | str],
+    out: Path | str,
+    config: MergeConfig | None = None,
+    *,
+    rank: int | None = None,
+    max_error: float | None = None,
+    threads: int | None = None,
+    chunk: int = CHUNK,
+    allow_mixed_dtypes: bool = False,
+) -> tuple[MergeReport, AdapterReport]:
+    """
+    Merges agents into a LoRA adapter that peft loads: the best low-rank fit of what the merge changes.
+
+    `average` and `task_arithmetic` of plain LoRA agents are exact where the rank allows it.
+
+    Args:
+        base (`Path` or `str`), agents (`Mapping[str, Path | str]`), out (`Path` or `str`), config (`MergeConfig`,
+        *optional*), threads (`int`, *optional*), chunk (`int`, *optional*), allow_mixed_dtypes (`bool`, *optional*):
+            As for `merge`.
+        rank (`int`, *optional*), max_error (`float`, *optional*):
+            One of them: the rank of all layers, or the largest relative error (Frobenius) of each layer, which then
+            takes the smallest rank that has it.
+
+    Returns:
+        `tuple[MergeReport, AdapterReport]`: as in `merge_report.json` and `adapter_report.json` of the folder.
+
+    Raises:
+        `MergeInputError`: naming everything that cannot be merged; nothing was written.
+        `ValueError`: if not exactly one of `rank` and `max_error` is given.
+    """
+    config = config or MergeConfig()
+    out = _folder(out)
+    inputs, problems = _checked(base, agents, out, config, allow_mixed_dtypes=allow_mixed_dtypes)
+    if problems:
+        raise MergeInputError(problems + check_finite(inputs))
+    with Workers(threads) as workers:
+        plan = _counted(inputs, config, workers, chunk)
+        stores = inputs.base, inputs.agents, config, workers, Anatomy(inputs.base.config, inputs.base)
+        merged = merge_low_rank(*stores, rank=rank, max_error=max_error, plan=plan, chunk=chunk)
+    report = _report(inputs, plan).model_copy(update={"out": out})
+    with folder_in_one_piece(out) as folder:
+        merged.save(folder, _base_name(inputs))
+        (folder / "merge_report.json").write_text(report.to_json(), encoding="utf-8")
+        (folder / "adapter_report.json").write_text(merged.report.to_json(), encoding="utf-8")
+        (folder / "README.md").write_text(model_card(report, inputs.base.config), encoding="utf-8")
+    return report, merged.report
 
 
 def outline(
@@ -341,6 +395,14 @@ def _report(inputs: Inputs, plan: Plan) -> MergeReport:
     kept = sorted({span.name for span in whole(inputs.base)} - plan.counts.keys())
     told = [f"'{name}' holds NaN or Inf, the same in base and agents; it is taken over from the base" for name in kept]
     return report.model_copy(update={**folders, "warnings": inputs.warnings + told + report.warnings})
+
+
+def _base_name(inputs: Inputs) -> str:
+    """What an adapter calls its base: as all agents call it, if that is a name on the Hub, or the folder."""
+    called = {store.settings.trained_on for store in inputs.agents.values() if isinstance(store, Adapter)}
+    if len(called) == 1 and not Path(name := called.pop()).exists():
+        return name
+    return str(inputs.base.folder.resolve())
 
 
 def _check_difference(plan: Plan, writer: GeneralistWriter, dtype: str) -> None:

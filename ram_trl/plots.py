@@ -79,7 +79,7 @@ def plot_scores(
     axes.grid(axis="y", color="#E6E6E6", zorder=0)
     axes.set_title(title, loc="left", fontsize=13, fontweight="bold", pad=32)
     axes.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=len(columns), frameon=False, borderaxespad=0.2)
-    figure.savefig(path)
+    _write(figure, path)
 
 
 def plot_overlap(
@@ -115,7 +115,7 @@ def plot_overlap(
     axes.invert_yaxis()
     axes.set_title(title, loc="left", fontsize=13, fontweight="bold", pad=32)
     axes.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=3, frameon=False, borderaxespad=0.2)
-    figure.savefig(path)
+    _write(figure, path)
 
 
 def plot_pairs(
@@ -134,7 +134,6 @@ def plot_pairs(
             Title of the figure.
     """
     figure = Figure(figsize=(9.0, 1.6 + 0.36 * len(pairs)), dpi=DPI, layout="constrained")
-    FigureCanvasAgg(figure)
     figure.suptitle(title, x=0.01, ha="left", fontsize=13, fontweight="bold")
     overlap, signs = figure.subplots(1, 2, sharey=True)
     rows = range(len(pairs))
@@ -159,7 +158,7 @@ def plot_pairs(
         axes.spines[["top", "right"]].set_visible(False)
         axes.tick_params(axis="y", length=0)
         axes.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=2, frameon=False, borderaxespad=0.2)
-    figure.savefig(path)
+    _write(figure, path)
 
 
 def plot_layers(report: MergeReport, path: Path, title: str = "Density by layer and kind of tensor") -> None:
@@ -178,7 +177,6 @@ def plot_layers(report: MergeReport, path: Path, title: str = "Density by layer 
     across = min(len(agents), MOST_ACROSS)
     down = ceil(len(agents) / across)
     figure = Figure(figsize=(9.0, 1.5 + down * (0.7 + 0.2 * len(kinds))), dpi=DPI, layout="constrained")
-    FigureCanvasAgg(figure)
     figure.suptitle(title, x=0.01, ha="left", fontsize=13, fontweight="bold")
     grid = figure.subplots(down, across, squeeze=False, sharey=True)
     densities = {name: _densities(report, name) for name in agents}
@@ -200,7 +198,7 @@ def plot_layers(report: MergeReport, path: Path, title: str = "Density by layer 
         axes.set_xlabel(_stacks(layers), fontsize=9)
     if image is not None:
         figure.colorbar(image, ax=grid, label="density (% of the entries)", location="bottom", shrink=0.5, aspect=40)
-    figure.savefig(path)
+    _write(figure, path)
 
 
 def save_merge_plots(report: MergeReport, folder: Path) -> list[Path]:
@@ -264,7 +262,6 @@ def plot_rounds(
             Title of the figure.
     """
     figure = Figure(figsize=(12.5, 0.7 + 3.1 * len(runs)), dpi=DPI, layout="constrained")
-    FigureCanvasAgg(figure)
     figure.suptitle(title, x=0.01, ha="left", fontsize=13, fontweight="bold")
     grid = figure.subplots(len(runs), 3, squeeze=False, sharex=True, sharey="col")
     for (scores, overlap, rescale), (name, points) in zip(grid, runs.items(), strict=True):
@@ -289,7 +286,7 @@ def plot_rounds(
         axes.set_xlabel("round")
     for axes in grid[0]:
         axes.legend(fontsize=8, frameon=False, ncols=2)
-    figure.savefig(path)
+    _write(figure, path)
 
 
 def _draw_scores(axes: Axes, points: Sequence[RoundPoint], base: Mapping[str, float], mark: tuple[str, float]) -> None:
@@ -316,9 +313,13 @@ def _draw_agent(
     axes.plot(x, y, line, marker=marker, ms=4 + width, lw=width, color=colour, label=label, zorder=2 + at)
 
 
+def _write(figure: Figure, path: Path) -> None:
+    """Writes a PNG; `Figure.savefig` would draw everything twice."""
+    FigureCanvasAgg(figure).print_png(path)
+
+
 def _canvas(width: float, height: float) -> tuple[Figure, Axes]:
     figure = Figure(figsize=(width, height), dpi=DPI, layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     axes.spines[["top", "right"]].set_visible(False)
     return figure, axes

@@ -10,15 +10,28 @@ from rich.console import Console
 from rich.table import Table
 
 from ram_trl.advice import Advice
+from ram_trl.assembly import AdapterReport
 from ram_trl.report import MergeReport, PairReport, PartReport
 
 MOST_ROWS = 120
+WORST_FITS = 8
 
 
 def show_report(report: MergeReport, console: Console) -> None:
     """Prints agents, pairs and warnings of a merge; "kept" is the share of the squared norm that is active."""
     _show_whole(report, console)
     _show_warnings(report, console)
+
+
+def show_fit(report: AdapterReport, console: Console) -> None:
+    """Prints how well an adapter holds the merge: in all, and the layers it misses most of."""
+    table = _table(f"adapter of rank {report.rank}, relative error {report.error:.3g}", ("layer",), ("rank", "error"))
+    worst = sorted(report.ranks, key=lambda name: -report.errors[name])[:WORST_FITS]
+    for name in worst:
+        table.add_row(name, str(report.ranks[name]), f"{report.errors[name]:.3g}")
+    console.print(table)
+    if len(report.ranks) > len(worst):
+        console.print(f"{len(report.ranks) - len(worst)} layers with smaller errors are in adapter_report.json")
 
 
 def show_probe(report: MergeReport, console: Console) -> None:

@@ -30,6 +30,7 @@ from ram_trl.config import MergeConfig
 from ram_trl.files import PARTIAL, DamagedFileError, read_json, settle, write_json
 from ram_trl.plan import Counts, Plan
 from ram_trl.problems import MergeInputError, Problem
+from ram_trl.weights.adapter import Adapter
 from ram_trl.weights.checkpoint import Checkpoint
 from ram_trl.weights.writer import FinishedFile
 
@@ -191,18 +192,19 @@ def workshop(out: Path) -> Path:
     return out.parent / f".{out.name[:60]}{PARTIAL}{zlib.crc32(os.fsencode(out.name)):08x}"
 
 
-def fingerprint(store: Checkpoint) -> dict[str, str]:
+def fingerprint(store: Checkpoint | Adapter) -> dict[str, str]:
     """What tells whether a checkpoint is still the same: size, time of change and header of each weight file."""
-    config = store.folder / "config.json"
     told = {"folder": str(store.folder.resolve())}
-    if config.exists():
-        told["config.json"] = hashlib.sha256(config.read_bytes()).hexdigest()[:16]
+    for config in (store.folder / "config.json", store.folder / "adapter_config.json"):
+        if config.exists():
+            told[config.name] = hashlib.sha256(config.read_bytes()).hexdigest()[:16]
     for file in store.files:
         with file.open("rb") as opened:
             length = opened.read(8)
             header = hashlib.sha256(length + opened.read(int.from_bytes(length, "little"))).hexdigest()[:16]
         stat = file.stat()
-        told[file.name] = f"{stat.st_size} bytes of time {stat.st_mtime_ns} with header {header}"
+        name = str(file.relative_to(store.folder))
+        told[name] = f"{stat.st_size} bytes of time {stat.st_mtime_ns} with header {header}"
     return told
 
 

@@ -60,7 +60,11 @@ def save_tensors(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
 
 def rewrite(folder: Path, change) -> None:
     """Applies `change` to the tensors of a single-file checkpoint."""
-    file = folder / "model.safetensors"
+    rewrite_file(folder / "model.safetensors", change)
+
+
+def rewrite_file(file: Path, change) -> None:
+    """Applies `change` to the tensors of a safetensors file."""
     tensors = load_file(file)
     change(tensors)
     save_file(tensors, file, metadata={"format": "pt"})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from ram_trl import MergeConfig
+from ram_trl import MergeConfig, MergeInputError, merge, probe
 from ram_trl.weights import Span, edits, entries
 from ram_trl.weights.adapter import OpenedAdapter, live_adapter, open_adapter
 from ram_trl.weights.checkpoint import open_checkpoint
@@ -86,7 +87,10 @@ VARIANTS = {
     ),
     "experts_to_save": (lora.qwen3_moe, {"target_modules": ["q_proj"], "modules_to_save": ["experts"]}),
     "router": (lora.qwen3_moe, {"target_modules": ["q_proj"], "target_parameters": ["gate.weight"]}),
-    "parameter_of_conv1d": (lora.gpt2, {"target_modules": [], "target_parameters": ["c_proj.weight", "c_attn.weight"]}),
+    "parameter_of_conv1d": (
+        lora.gpt2,
+        {"target_modules": [], "target_parameters": ["c_proj.weight", "c_attn.weight"]},
+    ),
 }
 
 
@@ -160,13 +164,11 @@ def test_any_cut_and_any_number_of_threads_give_the_same_bits(tmp_path, variant,
 
 def test_shards_give_the_same_bits_as_the_whole():
     generator = torch.Generator().manual_seed(0)
-    low_rank = edits.LowRank(
-        torch.randn(2, 333, 5, generator=generator), torch.randn(2, 5, 217, generator=generator)
-    )
+    low_rank = edits.LowRank(torch.randn(2, 333, 5, generator=generator), torch.randn(2, 5, 217, generator=generator))
     whole = low_rank.delta(0, 2 * 333 * 217)
     for world in (2, 3, 7):
         cuts = [rank * len(whole) // world for rank in range(world + 1)]
-        shards = [low_rank.delta(start, stop) for start, stop in zip(cuts, cuts[1:], strict=False)]
+        shards = [low_rank.delta(start, stop) for start, stop in pairwise(cuts)]
         assert torch.equal(torch.cat(shards), whole)
 
 
@@ -174,7 +176,7 @@ def test_factors_in_16_bits_are_multiplied_in_float32(llama):
     """TRAPS 3.16: one rounding at the end, of the sum."""
     lora.adapter(llama / "base", llama / "tool")
     rewrite(llama / "tool", lambda tensors: tensors.update({n: t.bfloat16() for n, t in tensors.items()}))
-    base, agents = lora.opened(llama / "base", {"tool": llama / "tool"})
+    _, agents = lora.opened(llama / "base", {"tool": llama / "tool"})
     saved = load_file(llama / "tool" / "adapter_model.safetensors")
     name = "model.layers.0.mlp.up_proj"
     a, b = (saved[f"base_model.model.{name}.lora_{side}.weight"].double() for side in "AB")
@@ -399,7 +401,9 @@ def test_damaged_adapters_are_refused(llama):
         lambda tensors: tensors.update({name("A"): torch.zeros(3, 32), name("B"): torch.zeros(32, 3)})
     )
     assert "adapts a weight of 31" in broken(lambda tensors: tensors.update({name("B"): torch.zeros(31, 4)}))
-    assert "not in the base" in broken(lambda tensors: tensors.update({"base_model.model.score.weight": torch.ones(2)}))
+    assert "not in the base" in broken(
+        lambda tensors: tensors.update({"base_model.model.score.weight": torch.ones(2)})
+    )
     assert "not a tensor of an adapter" in broken(lambda tensors: tensors.update({"x.lora_diag": torch.ones(2)}))
     assert "int8" in broken(lambda tensors: tensors.update({name("A"): torch.zeros(4, 32, dtype=torch.int8)}))
     (llama / "tool" / "adapter_model.safetensors").unlink()
@@ -451,11 +455,73 @@ def test_rows_are_read_where_they_are_asked_for(llama):
 
 def test_base_in_memory(llama):
     model = lora.adapter(llama / "base", llama / "tool")
-    weights = {n: t for n, t in lora.llama().state_dict().items()}
-    live = live_adapter(model, "default", StateDict(weights), "agent 'tool'")
+    live = live_adapter(model, "default", StateDict(lora.llama().state_dict()), "agent 'tool'")
     assert not live.problems
     base, agents = lora.opened(llama / "base", {"tool": llama / "tool"})
     assert all(
         torch.equal(Span(n, 0, entries(base, n)).of(live.store), Span(n, 0, entries(base, n)).of(agents["tool"]))
         for n in base.names()
     )
+
+
+def test_folders_of_adapters_and_models_merge_into_one_model(llama):
+    lora.adapter(llama / "base", llama / "tool", use_dora=True)
+    models.trained(lora.llama(), seed=3).save_pretrained(llama / "code")
+    folders = {"tool": llama / "tool", "code": llama / "code"}
+    report = merge(llama / "base", folders, llama / "out", MergeConfig(top=0.2), chunk=1000)
+    assert report.sources == {name: str(folder) for name, folder in folders.items()}
+    assert "adapter_config.json" not in {path.name for path in (llama / "out").iterdir()}
+    base, agents = lora.opened(llama / "base", {"tool": llama / "tool"})
+    agents |= {"code": open_checkpoint(llama / "code", "code").store}
+    expected = lora.merged(base, agents, MergeConfig(top=0.2))
+    found = load_file(llama / "out" / "model.safetensors")
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    counted = probe(llama / "base", folders, MergeConfig(top=0.2))
+    assert {n: a.active for n, a in counted.agents.items()} == {n: a.active for n, a in report.agents.items()}
+
+
+def test_adapters_on_a_16_bit_base(llama):
+    """Untouched layers are no reason to call agents stored in different precision; the output has the base's dtype."""
+    lora.llama().bfloat16().save_pretrained(llama / "half")
+    lora.adapter(llama / "half", llama / "tool", seed=1, target_modules=["q_proj"])
+    lora.adapter(llama / "half", llama / "code", seed=2, target_modules=["up_proj"])
+    merge(llama / "half", {"tool": llama / "tool", "code": llama / "code"}, llama / "out", AVERAGE)
+    base, agents = lora.opened(llama / "half", {"tool": llama / "tool", "code": llama / "code"})
+    found, expected = load_file(llama / "out" / "model.safetensors"), lora.merged(base, agents, AVERAGE)
+    assert all(torch.equal(tensor, expected[name].bfloat16()) for name, tensor in found.items())
+
+
+def test_bad_adapter_is_told_with_all_other_problems_and_nothing_is_written(llama):
+    lora.adapter(llama / "base", llama / "tool")
+    lora.reconfigure(llama / "tool", use_qalora=True)
+    with pytest.raises(MergeInputError) as caught:
+        merge(llama / "base", {"tool": llama / "tool", "code": llama / "absent"}, llama / "out")
+    assert {problem.where for problem in caught.value.problems} == {"agent 'tool'", "agent 'code'"}
+    assert not (llama / "out").exists()
+
+
+def test_adapter_of_single_experts(tmp_path):
+    """As older versions of transformers had them: every expert with factors of its own; peft fuses them on loading."""
+    lora.qwen3_moe().save_pretrained(tmp_path / "base")
+    lora.adapter(tmp_path / "base", tmp_path / "tool", r=2, target_modules=["q_proj"])
+    generator = torch.Generator().manual_seed(0)
+    shapes = {name: t.shape for name, t in load_file(tmp_path / "base" / "model.safetensors").items()}
+
+    def add(tensors) -> None:
+        for name, shape in shapes.items():
+            if ".experts." in name:
+                key = f"base_model.model.{name.removesuffix('.weight')}"
+                tensors[f"{key}.lora_A.weight"] = torch.randn(2, shape[1], generator=generator) * 0.2
+                tensors[f"{key}.lora_B.weight"] = torch.randn(shape[0], 2, generator=generator) * 0.2
+
+    rewrite(tmp_path / "tool", add)
+    lora.reconfigure(tmp_path / "tool", target_modules=["q_proj", "gate_proj", "up_proj", "down_proj"])
+    base, agents = lora.opened(tmp_path / "base", {"tool": tmp_path / "tool"})
+    saved = load_file(tmp_path / "tool" / "adapter_model.safetensors")
+    for name, change in lora.update(base, agents["tool"]).items():
+        key = f"base_model.model.{name.removesuffix('.weight')}"
+        if f"{key}.lora_A.weight" in saved:
+            expected = (saved[f"{key}.lora_B.weight"] @ saved[f"{key}.lora_A.weight"]) * 3
+            assert lora.distance(change, expected.view(-1)) < 1e-5
+    lora.save_model(tmp_path / "base", lora.merged(base, agents, ALONE), tmp_path / "out")
+    assert lora.distance(lora.of_folder(tmp_path / "out"), lora.of_agent(tmp_path / "base", tmp_path / "tool")) < 1e-5

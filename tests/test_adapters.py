@@ -7,15 +7,20 @@ from pathlib import Path
 
 import pytest
 import torch
+from click.testing import Result
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
 
-import ram_trl
 from ram_trl import MergeConfig, MergeInputError, merge_adapters
-from ram_trl.adapters import MergedAdapter, merge_low_rank
+from ram_trl.adapters import merge_low_rank
+from ram_trl.assembly import MergedAdapter
+from ram_trl.cli import app
+from ram_trl.offline import merge_to_adapter
 from ram_trl.weights import Span, Store, entries
 from ram_trl.weights.adapter import Adapter
 from ram_trl.weights.anatomy import Anatomy
+from ram_trl.weights.checkpoint import open_checkpoint
 from ram_trl.workers import Workers
 from tests import lora, models
 from tests.test_adapter import VARIANTS, untied
@@ -202,7 +207,7 @@ def test_with_a_full_checkpoint_norms_are_kept_whole(tmp_path):
     lora.adapter(tmp_path / "base", tmp_path / "tool")
     models.trained(untied(), seed=3).save_pretrained(tmp_path / "code")
     base, agents = lora.opened(tmp_path / "base", {"tool": tmp_path / "tool"})
-    agents |= {"code": ram_trl.weights.checkpoint.open_checkpoint(tmp_path / "code", "code").store}
+    agents |= {"code": open_checkpoint(tmp_path / "code", "code").store}
     as_adapter(base, agents, AVERAGE, tmp_path / "generalist", rank=40)
     lora.save_model(tmp_path / "base", lora.merged(base, agents, AVERAGE), tmp_path / "full")
     found = lora.of_agent(tmp_path / "base", tmp_path / "generalist")
@@ -236,7 +241,12 @@ def test_settings_are_those_of_plain_lora(tmp_path):
     base, agents = two_agents(tmp_path, "dora")
     as_adapter(base, agents, RAM, tmp_path / "generalist", rank=4)
     settings = json.loads((tmp_path / "generalist" / "adapter_config.json").read_text())
-    assert (settings["r"], settings["lora_alpha"], settings["use_dora"], settings["use_rslora"]) == (4, 4, False, False)
+    assert (settings["r"], settings["lora_alpha"], settings["use_dora"], settings["use_rslora"]) == (
+        4,
+        4,
+        False,
+        False,
+    )
     assert settings["base_model_name_or_path"] == str(tmp_path / "base")
     assert sorted(settings["target_modules"]) == sorted(lora.EVERYWHERE)
 
@@ -267,3 +277,55 @@ def test_linear_of_peft_is_not_the_mean(tmp_path):
     model.add_weighted_adapter(["tool", "code"], [0.5, 0.5], "linear", combination_type="linear")
     model.set_adapter("linear")
     assert lora.distance(lora.logits(model), lora.of_folder(tmp_path / "full")) > 0.01
+
+
+def test_folders_into_an_adapter(tmp_path):
+    base, agents = two_agents(tmp_path, "plain")
+    folders = {"tool": tmp_path / "tool", "code": tmp_path / "code"}
+    report, fitted = merge_to_adapter(tmp_path / "base", folders, tmp_path / "out", RAM, rank=12)
+    assert sorted(report.agents) == ["code", "tool"]
+    assert json.loads((tmp_path / "out" / "adapter_report.json").read_text())["errors"] == fitted.errors
+    assert json.loads((tmp_path / "out" / "merge_report.json").read_text())["agents"].keys() == {"tool", "code"}
+    _, again = lora.opened(tmp_path / "base", {"generalist": tmp_path / "out"})
+    dense = change(base, lora.merged(base, agents, RAM))
+    assert lora.far(lora.update(base, again["generalist"]), dense) == pytest.approx(fitted.error, rel=1e-4)
+    with pytest.raises(MergeInputError, match="exists"):
+        merge_to_adapter(tmp_path / "base", folders, tmp_path / "out", RAM, rank=12)
+    readable = (tmp_path / "out" / "adapter_config.json").stat().st_mode
+    assert (tmp_path / "out" / "adapter_model.safetensors").stat().st_mode == readable
+
+
+def test_nan_is_told_with_agent_and_layer(tmp_path):
+    two_agents(tmp_path, "plain")
+    model = live(tmp_path, "tool", "code")
+    with torch.no_grad():
+        model.base_model.model.model.layers[1].mlp.up_proj.lora_B["code"].weight[3, 1] = torch.nan
+    for config in (AVERAGE, RAM):
+        with pytest.raises(MergeInputError, match=r"agent 'code'.*layers\.1\.mlp\.up_proj"):
+            merge_adapters(model, ["tool", "code"], "generalist", config)
+
+
+def test_command_line(tmp_path):
+    two_agents(tmp_path, "plain")
+    job = ["merge", "--base", tmp_path / "base", "--agent", f"tool={tmp_path / 'tool'}"]
+    job += ["--agent", f"code={tmp_path / 'code'}", "--out", tmp_path / "out"]
+
+    def run(*options: str) -> Result:
+        return CliRunner().invoke(app, [str(part) for part in (*job, *options)])
+
+    for options, reason in {
+        ("--as", "lora"): "--rank R or --max-error E",
+        ("--as", "lora", "--rank", "4", "--max-error", "0.1"): "one of them",
+        ("--rank", "4"): "for --as lora",
+        ("--as", "lora", "--rank", "4", "--dtype", "bfloat16"): "for --as full",
+        ("--as", "qlora"): "expected full or lora",
+        ("--as", "lora", "--rank", "4", "--dry-run"): "for --as full",
+    }.items():
+        refused = run(*options)
+        assert refused.exit_code == 1
+        assert reason in refused.output.replace("\n", " ")
+        assert not (tmp_path / "out").exists()
+    made = run("--as", "lora", "--max-error", "0.3")
+    assert made.exit_code == 0, made.output
+    assert "relative error" in made.output
+    lora.of_agent(tmp_path / "base", tmp_path / "out")

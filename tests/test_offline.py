@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -15,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from ram_trl import MergeConfig, MergeInputError, merge, merge_state_dicts, probe
+from ram_trl.offline import outline
 from tests import models
 
 PAPER = MergeConfig.preset("paper")
@@ -366,7 +368,8 @@ def test_files_are_readable_as_the_umask_says(family):
         merge(family / "base", agents_of(family), family / "out")
     finally:
         os.umask(old)
-    assert {oct(path.stat().st_mode & 0o777) for path in (family / "out").rglob("*.*")} == {"0o644"}
+    files = [path for path in (family / "out").rglob("*") if path.is_file()]
+    assert {oct(path.stat().st_mode & 0o777) for path in files} == {"0o644"}
 
 
 def test_learning_rate_times_steps_below_epsilon_is_warned_about_by_name(family):
@@ -452,3 +455,108 @@ def test_what_is_not_a_state_dict_is_told_by_name(family):
         merge_state_dicts(base, {"a": []})
     with pytest.raises(MergeInputError, match=r"base: it holds no tensors"):
         merge_state_dicts({}, {"a": {}})
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        MergeConfig(),
+        PAPER,
+        MergeConfig.preset("mergekit"),
+        MergeConfig(ulp=True, weights={"tool": 0.5}),
+        MergeConfig(method="ties"),
+        MergeConfig(method="dare", seed=3),
+    ],
+    ids=lambda config: f"{config.method} {config.criterion} {config.rho}",
+)
+def test_equals_the_merge_in_memory_for_every_chunk_thread_count_and_file_size(family, config):
+    expected = in_memory(family, config)
+    for number, (chunk, threads, size) in enumerate([(97, 1, "1KB"), (1 << 20, 2, "20KB"), (1000, 5, "5GB")]):
+        out = family / f"out{number}"
+        merge(family / "base", agents_of(family), out, config, chunk=chunk, threads=threads, max_shard_size=size)
+        held = loaded(out).state_dict()
+        assert all(torch.equal(held[name], expected[name]) for name in expected)
+
+
+def test_checksums_cover_every_file(family):
+    merge(family / "base", agents_of(family), family / "out", max_shard_size="20KB")
+    lines = (family / "out" / "SHA256SUMS").read_text().splitlines()
+    sums = dict(reversed(line.split("  ")) for line in lines)
+    contents = models.contents(family / "out")
+    del contents["SHA256SUMS"]
+    assert sums == {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
+
+
+def test_an_output_equal_to_the_base_although_entries_are_active_is_refused(tmp_path):
+    """Steps of 1e-7 vanish when they are rounded to the base's bfloat16."""
+    base = models.tiny_model(dtype=torch.bfloat16)
+    base.save_pretrained(tmp_path / "base")
+    for seed, name in enumerate(("tool", "code")):
+        agent = models.tiny_model(dtype=torch.bfloat16).float()
+        with torch.no_grad():
+            for parameter in agent.parameters():
+                parameter *= 1 + 1e-6 * (seed + 1)
+        agent.save_pretrained(tmp_path / name)
+    text = str(MergeInputError(problems_of(tmp_path)))
+    for words in ("entries are active", "equals the base bit for bit", "--dtype float32"):
+        assert words in text
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "code", "tool"]
+    merge(tmp_path / "base", agents_of(tmp_path), tmp_path / "wide", dtype="float32")
+    nothing = MergeConfig(method="task_arithmetic", scale=0)
+    merge(tmp_path / "base", agents_of(tmp_path), tmp_path / "zero", nothing)
+
+
+def test_a_sign_of_zero_counts_as_a_difference(tmp_path):
+    for name, value in {"base": 0.0, "tool": -0.0}.items():
+        (tmp_path / name).mkdir()
+        models.save_tensors(tmp_path / name, {"w": torch.full((3,), value)})
+    merge(tmp_path / "base", {"tool": tmp_path / "tool"}, tmp_path / "out", MergeConfig(epsilon=0))
+    assert load_file(tmp_path / "out" / "model.safetensors")["w"].signbit().all()
+
+
+def test_a_tilde_stands_for_the_home_folder(family, monkeypatch):
+    monkeypatch.setenv("HOME", str(family))
+    merge("~/base", {"tool": "~/tool", "code": Path("~/code")}, "~/out")
+    assert (family / "out" / "model.safetensors").exists()
+    assert probe("~/base", {"tool": "~/tool"}).agents["tool"].active
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [({"dtype": "fp8"}, "dtype is 'fp8'"), ({"device": "tpu"}, "device is 'tpu'"), ({"device": "cuda"}, "no GPU")],
+)
+def test_dtypes_and_devices_that_are_none_are_told(family, options, words):
+    if options == {"device": "cuda"} and torch.cuda.is_available():
+        return
+    with pytest.raises(MergeInputError, match=words):
+        merge(family / "base", agents_of(family), family / "out", **options)
+
+
+def test_a_config_at_odds_with_the_weights_is_told_and_left(family):
+    models.reconfigure(family / "base", dtype="bfloat16")
+    report = merge(family / "base", agents_of(family), family / "out")
+    assert any("config.json says bfloat16, but the weights are in float32" in told for told in report.warnings)
+    assert json.loads((family / "out" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_parts_of_a_composite_config_say_the_chosen_dtype_too(family):
+    models.reconfigure(family / "base", text_config={"dtype": "float32"}, token_map={"dtype": 7})
+    merge(family / "base", agents_of(family), family / "out", dtype="float16")
+    config = json.loads((family / "out" / "config.json").read_text())
+    assert (config["dtype"], config["text_config"], config["token_map"]) == (
+        "float16",
+        {"dtype": "float16"},
+        {"dtype": 7},
+    )
+
+
+def test_outline_tells_what_a_merge_then_does(family):
+    before = models.contents(family)
+    told = outline(family / "base", agents_of(family), family / "out", max_shard_size="20KB", threads=1)
+    assert models.contents(family) == before
+    merge(family / "base", agents_of(family), family / "out", max_shard_size="20KB")
+    assert told.files == {path.name: path.stat().st_size for path in (family / "out").glob("*.safetensors")}
+    held = load_file(family / "base" / "model.safetensors")
+    assert told.inputs == dict.fromkeys(("base", "code", "tool"), sum(tensor.nbytes for tensor in held.values()))
+    assert (told.tensors, told.entries, told.threads) == (len(held), sum(t.numel() for t in held.values()), 1)
+    assert told.seconds > 0

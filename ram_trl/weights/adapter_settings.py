@@ -109,13 +109,14 @@ def check_settings(settings: AdapterSettings, where: str, has_initial: bool) -> 
     values = settings.values
     kind = str(getattr(values.get("peft_type"), "value", values.get("peft_type")))
     if kind != "LORA":
-        what = f"the adapter is of type {kind}; only LORA adapters can be merged - merge it into its base with peft"
+        what = f"it is an adapter of type {kind}, expected LORA; merge it into its base with peft (merge_and_unload)"
         return [Problem(where, what)]
     problems = []
-    defaults = _defaults()
-    for key in sorted(values.keys() - UNDERSTOOD - NO_MATTER):
-        value = values[key]
-        if value != defaults.get(key) and value not in (None, False, {}, []):
+    told = {key: values[key] for key in sorted(values.keys() - UNDERSTOOD - NO_MATTER)}
+    told = {key: value for key, value in told.items() if value not in (None, False, {}, [])}
+    defaults = _defaults() if told else {}
+    for key, value in told.items():
+        if value != defaults.get(key):
             what = (
                 f"{CONFIG_FILE} sets {key} to {value!r}, which changes what the adapter computes and is not "
                 "understood here; merge it into its base with peft (merge_and_unload), then merge the model"

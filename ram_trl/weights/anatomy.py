@@ -166,9 +166,7 @@ class Anatomy:
         pieces: dict[str, list[Piece]] = {}
         parts: dict[str, dict[tuple[int, int], str]] = {}
         for stored in self._names:
-            name, pattern = rename_source_key(
-                stored, renamings, converters, self._model.base_model_prefix, held
-            )
+            name, pattern = rename_source_key(stored, renamings, converters, self._model.base_model_prefix, held)
             if pattern is None:
                 if name in held and name != stored:
                     pieces[name] = [Piece(stored)]

@@ -209,8 +209,13 @@ def _weight_files(folder: Path, where: str, opened: Opened) -> dict[Path, frozen
         what = f"{folder} holds a LoRA adapter, not a model; merge it into its base first (peft merge_and_unload)"
         opened.problems.append(Problem(where, what))
         return {}
-    elif (conversion := zero_conversion(folder)) is not None:
-        opened.problems.append(Problem(where, conversion))
+    elif (shards := zero_checkpoint(folder)) is not None:
+        target = shards.with_name(f"{shards.name}-fp32")
+        what = (
+            f"{folder} holds DeepSpeed ZeRO shards, which are pickles and not read here; if you trust them, convert "
+            f"them by DeepSpeed's own converter, and merge what it makes: ram-trl convert-zero {shards} {target}"
+        )
+        opened.problems.append(Problem(where, what))
         return {}
     else:
         what = f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}"
@@ -233,19 +238,11 @@ def _weight_files(folder: Path, where: str, opened: Opened) -> dict[Path, frozen
     return files
 
 
-def zero_conversion(folder: Path) -> str | None:
-    """What to do with a folder of DeepSpeed ZeRO shards; `None` if it is none."""
-    shards = [*folder.glob("*_optim_states.pt"), *folder.glob("*/*_optim_states.pt")]
-    if not shards:
-        return None
-    checkpoint = folder if shards[0].parent != folder else folder.parent
-    target = checkpoint.with_name(f"{checkpoint.name}-fp32")
-    commands = f"python -m deepspeed.utils.zero_to_fp32 {checkpoint} {target} --safe_serialization"
-    commands += f" && cp {checkpoint / 'config.json'} {target}"
-    return (
-        f"{folder} holds DeepSpeed ZeRO shards, which are pickles and never read here; if you trust them, convert "
-        f"them by DeepSpeed's own program, then merge {target}: `{commands}`"
-    )
+def zero_checkpoint(folder: Path) -> Path | None:
+    """The folder that `engine.save_checkpoint` of DeepSpeed ZeRO was given, if this is it or its step below."""
+    if any(folder.glob("*/*_optim_states.pt")):
+        return folder
+    return folder.parent if any(folder.glob("*_optim_states.pt")) else None
 
 
 def _read_file(
@@ -329,7 +326,7 @@ def side_files(folder: Path) -> list[Path]:
     Folders are left out, except for the one transformers writes (`additional_chat_templates`).
     """
     ours = {"README.md", "merge_report.json", CHECKSUMS_FILE, INDEX_FILE, ".gitattributes", "adapter_config.json"}
-    ours |= {"zero_to_fp32.py", "latest"}  # what DeepSpeed leaves in a checkpoint
+    ours |= {"zero_to_fp32.py", "zero_to_torch.py", "latest"}  # what DeepSpeed leaves in a checkpoint
     files = [*folder.iterdir(), *(folder / "additional_chat_templates").glob("*")]
     return sorted(
         path

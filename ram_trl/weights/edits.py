@@ -85,9 +85,7 @@ class Dora:
             W on a flat range, 1-D, float32; the result is not written to.
     """
 
-    def __init__(
-        self, low_rank: LowRank, magnitude: Tensor, by_row: bool, read: Callable[[int, int], Tensor]
-    ) -> None:
+    def __init__(self, low_rank: LowRank, magnitude: Tensor, by_row: bool, read: Callable[[int, int], Tensor]) -> None:
         self.low_rank = low_rank
         self.magnitude = magnitude
         self._by_row = by_row

@@ -19,7 +19,7 @@ from ram_trl.recipe import Progress
 from . import code, mem, tool
 from .common import Draw, Example, make_tokenizer, split_of
 
-# Memory gets a larger share of the corpus: recall by position is the slowest of the skills to appear.
+# Each task's share of the corpus; code, with four functions to learn, gets a larger one.
 CORPUS: dict[Draw, float] = {tool.draw: 1.0, code.draw: 1.3, mem.draw: 1.0}
 
 

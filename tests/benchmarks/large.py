@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from ram_trl.weights import Span, cut, entries, whole
+from ram_trl.weights import Span, cut
 from ram_trl.weights.checkpoint import open_checkpoint, total_bytes
 from ram_trl.weights.writer import CheckpointWriter
 from tests.models import tokenizer
@@ -73,7 +73,9 @@ def make_agent(folder: Path, base: Path, config: Qwen3Config, seed: int) -> None
     """Writes an agent of the base in `base`: a random `CHANGED` of its entries are one to three bfloat16 steps off."""
     store = open_checkpoint(base, "base").store
     generator = torch.Generator().manual_seed(seed)
-    steps = torch.randint(1, 4, (POOL,), generator=generator) * (2 * torch.randint(0, 2, (POOL,), generator=generator) - 1)
+    steps = torch.randint(1, 4, (POOL,), generator=generator) * (
+        2 * torch.randint(0, 2, (POOL,), generator=generator) - 1
+    )
     steps = (steps * (torch.rand(POOL, generator=generator) < CHANGED)).to(torch.int16)
     pick = random.Random(seed)
 

@@ -1,11 +1,11 @@
 """
 Merging LoRA adapters in a model: python -m tests.benchmarks.lora [--json PATH] [--shrink N]
 
-Three adapters of rank 16 on all linear layers of a Qwen3 of 0.41 billion parameters are merged into one of rank 16: by
-`ram_trl.merge_adapters` and by peft's `add_weighted_adapter(combination_type="svd")`, both with equal weights (the same
-task: the best fit of the mean of ΔW), and by RAM+ too, which peft does not have. Each runs in a process of its own.
-Memory is the most anonymous memory during the merge, with the model and the adapters, and what the merge adds to them.
-The error is that of the merged ΔW against the exact result of the rule, over all layers, relative in the Frobenius norm.
+Three adapters of rank 16 on all linear layers of a Qwen3 of 0.41 billion parameters are merged into one of rank 16:
+by `ram_trl.merge_adapters` and by peft's `add_weighted_adapter(combination_type="svd")`, both with equal weights (the
+same task: the best fit of the mean of ΔW), and by RAM+ too, which peft does not have. Each runs in a process of its
+own. Memory is the most anonymous memory during the merge: with the model and the adapters, and what the merge adds to
+them. The error is that of the merged ΔW against the exact mean, over all layers, relative in the Frobenius norm.
 """
 
 from __future__ import annotations

@@ -55,11 +55,11 @@ def fsdp_on_the_cpu() -> None:
     PartialState.__init__ = init
 
 
-def whole_copies(model: torch.nn.Module) -> Weights:
-    """The trainable working parameters, whole, as the next forward pass would read them. Collective."""
+def whole_copies(model: torch.nn.Module, frozen: bool = False) -> Weights:
+    """The trainable (or all) working parameters, whole, as the next forward pass would read them. Collective."""
     found = {}
     for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
+        if not (parameter.requires_grad or frozen):
             continue
         if hasattr(parameter, "ds_id"):
             import deepspeed
@@ -97,12 +97,15 @@ def whole_masters(model: torch.nn.Module, optimizer: Any) -> Weights:
 class Recorder(TrainerCallback):
     """Writes whole weights to the folder at every merge; two of them stand around `RAMCallback`."""
 
-    def __init__(self, folder: Path, when: str, every: int) -> None:
-        self.folder, self.when, self.every = folder, when, every
+    def __init__(self, folder: Path, when: str, every: int, reference: torch.nn.Module | None = None) -> None:
+        self.folder, self.when, self.every, self.reference = folder, when, every, reference
+
+    def on_train_begin(self, args, state, control, model=None, optimizer=None, **kwargs):
+        write(self.folder, f"{self.when}-begin", model, optimizer)
 
     def on_step_end(self, args, state, control, model=None, optimizer=None, **kwargs):
         if state.global_step % self.every == 0:
-            write(self.folder, f"{self.when}-{state.global_step}", model, optimizer)
+            write(self.folder, f"{self.when}-{state.global_step}", model, optimizer, self.reference)
 
 
 class StandStill(TrainerCallback):
@@ -128,10 +131,15 @@ class StandStill(TrainerCallback):
             optimizer = getattr(optimizer, "optimizer", None)
 
 
-def write(folder: Path, name: str, model: torch.nn.Module, optimizer: Any) -> None:
+def write(
+    folder: Path, name: str, model: torch.nn.Module, optimizer: Any, reference: torch.nn.Module | None = None
+) -> None:
     copies, masters = whole_copies(model), whole_masters(model, optimizer)
     tensors = {f"copy {n}": t.contiguous() for n, t in copies.items()}
     tensors |= {f"master {n}": t.contiguous() for n, t in masters.items()}
+    if reference is not None:
+        found = whole_copies(reference, frozen=True)
+        tensors |= {f"reference {n.removeprefix('module.')}": t.contiguous() for n, t in found.items()}
     rank = dist.get_rank() if dist.is_initialized() else 0
     save_file(tensors, folder / f"{name}-rank{rank}.safetensors")
 
@@ -194,7 +202,7 @@ def letters(completions: list[str], **columns: Any) -> list[float]:
 
 
 class Die(TrainerCallback):
-    """Kills a rank at the end of a step, after the checkpoint of the step before was written."""
+    """Kills a rank at the end of a step, before its merge, after the checkpoint of the step before was written."""
 
     def __init__(self, step: int) -> None:
         self.step = step
@@ -277,15 +285,16 @@ def main(folder: Path, settings: dict[str, Any]) -> None:
     ram = {"hub": folder / "hub", "agent": "tool", "base": settings.get("base", folder / "base"), "merge_every": 2,
            "keep_rounds": 99, "heartbeat": 0.2, "patience": 60, "timeout": 100, "on_hub_error": "raise"}  # fmt: skip
     ram |= settings.get("ram", {})
-    trainer.add_callback(Recorder(folder, "before", ram["merge_every"]))
-    callback = ram_trl.attach(trainer, **ram)
-    trainer.add_callback(Recorder(folder, "after", ram["merge_every"]))
-    trainer.add_callback(StandStill(folder, ram["merge_every"]))
-    spy = Spy()
-    spy.place(callback)
     rank = dist.get_rank() if dist.is_initialized() else 0
     if settings.get("die", {}).get("rank") == rank:
         trainer.add_callback(Die(settings["die"]["step"]))
+    trainer.add_callback(Recorder(folder, "before", settings.get("record", ram["merge_every"])))
+    callback = ram_trl.attach(trainer, **ram)
+    trainer.add_callback(Recorder(folder, "after", ram["merge_every"], getattr(trainer, "ref_model", None)))
+    if settings.get("still", True):
+        trainer.add_callback(StandStill(folder, ram["merge_every"]))
+    spy = Spy()
+    spy.place(callback)
     if settings.get("fail", {}).get("rank") == rank:
         fail_in(settings["fail"]["where"])
     try:
