@@ -291,7 +291,7 @@ def _grpo_config(agent: AgentSection, seed: int, folder: Path) -> GRPOConfig:
         "report_to": "none",
         "save_strategy": "no",
         "disable_tqdm": True,
-        # The models are tiny, and the same seed should give the same numbers on every machine.
+        # The models are tiny. On one kind of CPU the same seed gives the same numbers; on another it is another draw.
         "use_cpu": True,
     }
     known = {field.name for field in dataclasses.fields(GRPOConfig)}

@@ -377,6 +377,26 @@ def test_what_is_not_understood_is_refused_by_name(llama, key, value):
     assert str(value if isinstance(value, str) else key) in told
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("r", 0),
+        ("r", "8"),
+        ("lora_alpha", True),
+        ("rank_pattern", ["q_proj"]),
+        ("rank_pattern", {"(": 2}),
+        ("alpha_pattern", {"q_proj": "2"}),
+        ("target_parameters", "experts.gate_up_proj"),
+        ("modules_to_save", "lm_head"),
+        ("trainable_token_indices", {"embed_tokens": [1.5]}),
+    ],
+)
+def test_settings_of_another_form_are_refused(llama, key, value):
+    lora.adapter(llama / "base", llama / "tool")
+    lora.reconfigure(llama / "tool", **{key: value})
+    assert f"sets {key} to" in refusal(llama)
+
+
 def test_settings_of_the_future_at_rest_are_no_problem(llama):
     lora.adapter(llama / "base", llama / "tool")
     lora.reconfigure(llama / "tool", a_setting_of_the_future=None, another=False, a_third={})

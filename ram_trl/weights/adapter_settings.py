@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -111,7 +111,7 @@ def check_settings(settings: AdapterSettings, where: str, has_initial: bool) -> 
     if kind != "LORA":
         what = f"it is an adapter of type {kind}, expected LORA; merge it into its base with peft (merge_and_unload)"
         return [Problem(where, what)]
-    problems = []
+    problems = _check_forms(values, where)
     told = {key: values[key] for key in sorted(values.keys() - UNDERSTOOD - NO_MATTER)}
     told = {key: value for key, value in told.items() if value not in (None, False, {}, [])}
     defaults = _defaults() if told else {}
@@ -137,6 +137,53 @@ def check_settings(settings: AdapterSettings, where: str, has_initial: bool) -> 
             what += "it rewrites the base in a way that cannot be undone; merge it with peft (merge_and_unload)"
         problems.append(Problem(where, what))
     return problems
+
+
+def _check_forms(values: Mapping[str, Any], where: str) -> list[Problem]:
+    """Settings that are not of the form peft writes."""
+
+    def is_number(value: Any) -> bool:
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+    def are_patterns(value: Any, fit: Callable[[Any], bool]) -> bool:
+        return isinstance(value, dict) and all(_is_pattern(key) and fit(one) for key, one in value.items())
+
+    def are_rows(value: Any) -> bool:
+        return isinstance(value, list) and all(type(row) is int for row in value)
+
+    def are_names(value: Any) -> bool:
+        return isinstance(value, list) and all(isinstance(name, str) for name in value)
+
+    forms: dict[str, tuple[str, Callable[[Any], bool]]] = {
+        "r": ("a whole number, at least 1", lambda v: type(v) is int and v >= 1),
+        "lora_alpha": ("a number", is_number),
+        "rank_pattern": ("whole numbers by pattern", lambda v: are_patterns(v, lambda one: type(one) is int)),
+        "alpha_pattern": ("numbers by pattern", lambda v: are_patterns(v, is_number)),
+        "target_parameters": ("a list of names", are_names),
+        "modules_to_save": ("a list of names", are_names),
+        "trainable_token_indices": (
+            "a list of rows, or such lists by module",
+            lambda v: are_rows(v) or (isinstance(v, dict) and all(are_rows(rows) for rows in v.values())),
+        ),
+    }
+    return [
+        Problem(where, f"{CONFIG_FILE} sets {key} to {values[key]!r}, expected {what}")
+        for key, (what, fits) in forms.items()
+        if values.get(key) is not None and not fits(_listed(values[key]))
+    ]
+
+
+def _listed(value: Any) -> Any:
+    """Sets, which a config in memory may hold, as lists."""
+    return sorted(value) if isinstance(value, set) else value
+
+
+def _is_pattern(text: str) -> bool:
+    try:
+        re.compile(text)
+    except re.error:
+        return False
+    return True
 
 
 def _defaults() -> dict[str, Any]:

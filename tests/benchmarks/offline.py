@@ -350,7 +350,13 @@ def main() -> None:
     shrink = fitting(arguments.folder, shrink, [(1, AGENTS + 1 + OUTPUTS)])
     mergekit = None if arguments.skip_mergekit else python_with_mergekit(console)
     folder = Path(tempfile.mkdtemp(prefix="ram-trl-benchmark-", dir=arguments.folder))
-    found: dict[str, Any] = {"rounds": arguments.rounds, "cpus": len(os.sched_getaffinity(0)), "agents": AGENTS}
+    cpus, load = len(os.sched_getaffinity(0)), os.getloadavg()[0]
+    if load > cpus / 2:
+        told = (
+            f"others use this machine (load {load:.1f}, {cpus} CPUs): times say little, and threads that wait burn CPU"
+        )
+        console.print(told, style="yellow", highlight=False)
+    found: dict[str, Any] = {"rounds": arguments.rounds, "cpus": cpus, "load_at_start": load, "agents": AGENTS}
     try:
         bench = Bench(folder, console, arguments.keep)
         with bench.models("toy", large.layout(1, 8), AGENTS) as toy:
@@ -360,6 +366,8 @@ def main() -> None:
             if not arguments.skip_scaling:
                 needed = [(multiple, agents + 2) for multiple, agents in SCALING]
                 found["scaling"] = scale(bench, toy, arguments.rounds, fitting(folder, shrink, needed))
+    except KeyboardInterrupt:
+        raise SystemExit("interrupted") from None
     finally:
         if arguments.keep:
             console.print(f"kept {folder}", highlight=False)

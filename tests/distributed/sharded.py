@@ -312,6 +312,9 @@ def main(folder: Path, settings: dict[str, Any]) -> None:
         "held": [[span.name, span.start, span.stop] for span in callback._live.held()],
     }
     (folder / f"seen-rank{rank}.json").write_text(json.dumps(seen))
+    if dist.is_initialized():  # at interpreter exit gloo's threads may abort the process
+        dist.barrier()
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -90,7 +90,7 @@ ALL = {
     "zero3-fp32-offload": Case(3, ZERO3, False, MIXED | OFFLOAD_ALL, TORCH_ADAM),
     "zero3-bf16-offload-cpuadam": Case(3, ZERO3, True, MIXED | OFFLOAD_ALL, compiled=True),
     "zero3-fp32-three-ranks": Case(3, ZERO3, False, MIXED, ranks=3),
-    "zero3-bf16-rloo": Case(3, ZERO3, True, settings={"kind": "rloo"}),
+    "zero3-bf16-rloo": Case(3, ZERO3, True, settings={"kind": "rloo", "training": {"beta": 0.0}}),
     "fsdp2-fp32": Case(layout="FSDP2", environment=FSDP2, distributed="FSDP"),
     "zero3-bf16-reset": Case(3, ZERO3, True, MIXED, settings={"ram": {"moments": "reset"}}),
     "zero2-bf16-reset": Case(2, ZERO2, True, settings={"ram": {"moments": "reset"}}),
