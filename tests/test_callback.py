@@ -131,10 +131,10 @@ class Recorder(TrainerCallback):
 def test_agents_train_on_from_the_generalist(base, tmp_path, kind):
     trainers = together(base, tmp_path, kind, carry=False)
     hub = Hub(tmp_path / "hub")
-    assert [[p.agent for p in d.publications] for d in hub.decisions()] == [["code", "tool"]] * 4
+    assert [[p.agent for p in d.publications] for d in hub.decisions()] == [["code", "tool"]] * 3
+    # No fourth round: after the third was loaded nothing is left to merge, as nothing is carried.
     generalists = states(tmp_path / "hub")
-    # The fourth round holds what is left after the third was loaded: nothing, as nothing is carried.
-    for one, other in itertools.pairwise(generalists[:4]):
+    for one, other in itertools.pairwise(generalists):
         assert any(not torch.equal(one[n], other[n]) for n in one)
     for agent in trainers:
         log = [entry for entry in trainers[agent].state.log_history if "ram/density" in entry]
@@ -142,7 +142,7 @@ def test_agents_train_on_from_the_generalist(base, tmp_path, kind):
         assert log[-1]["ram/lambda"] >= 1
     folder = hub.generalist_folder(hub.latest())
     exported = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").state_dict()
-    assert hub.latest() == 4
+    assert hub.latest() == 3
     assert all(torch.equal(exported[n], t) for n, t in generalists[-1].items())
 
 

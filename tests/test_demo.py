@@ -113,8 +113,8 @@ def test_every_round_is_scored_on_dev_and_accounted_for(fast) -> None:
     out, report, _, _ = fast
     hub = Hub(out / "hub")
     assert list(report.rounds) == RUNS
-    # Two rounds of three steps, and one for what agents carry at the end.
-    assert [[found.round for found in rounds] for rounds in report.rounds.values()] == [[1, 2, 3]] * 2
+    # Two rounds of three steps, and one more for what agents still carry at the end; continual-drop has nothing left.
+    assert [[found.round for found in rounds] for rounds in report.rounds.values()] == [[1, 2, 3], [1, 2]]
     rows = {name: load_function(f"tasks/{name}.py:{name}", RECIPES)().rows("dev", 20) for name in TASKS}
     for found in report.rounds["continual"]:
         model = AutoModelForCausalLM.from_pretrained(hub.generalist_folder(found.round))

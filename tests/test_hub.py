@@ -453,7 +453,9 @@ def test_sweep_goes_on_when_latest_is_damaged(five_rounds):
 
 
 def test_sweep_removes_what_killed_processes_left_of_old_rounds(five_rounds):
-    left = [five_rounds.path / kind / f".round-000{n}.partial-1-ab" for kind in ("state", "generalist") for n in (3, 5)]
+    left = [
+        five_rounds.path / kind / f".round-000{n}.partial-1-ab" for kind in ("state", "generalist") for n in (3, 5)
+    ]
     for folder in left:
         folder.mkdir()
     five_rounds.sweep(2, ["a0", "a1"])

@@ -184,8 +184,20 @@ class World:
 OPERATIONS = st.lists(
     st.tuples(
         st.sampled_from(
-            ["train", "publish", "close", "load", "meet", "meet", "checkpoint", "restart", "join", "finish"]
-            + ["merged_then_restarted", "passed_by_then_restarted"]
+            [
+                "train",
+                "publish",
+                "close",
+                "load",
+                "meet",
+                "meet",
+                "checkpoint",
+                "restart",
+                "join",
+                "finish",
+                "merged_then_restarted",
+                "passed_by_then_restarted",
+            ]
         ),
         st.sampled_from(["code", "mem", "tool"]),
     ),
