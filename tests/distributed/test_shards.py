@@ -50,6 +50,7 @@ class Case:
     distributed: str = "DEEPSPEED"
     ranks: int = 2
     compiled: bool = False
+    flags: tuple[str, ...] = ()
 
 
 SPLIT = {"stage3_param_persistence_threshold": 0, "sub_group_size": 4000}
@@ -121,7 +122,7 @@ def start(case: Case, folder: Path, **ram: Any):
         config = ACCELERATE / f"zero{case.stage}_cpu.yaml"
     elif case.stage is not None:
         config = deepspeed_config(folder, case.stage, case.ranks, case.zero, case.engine)
-    return launch(folder, settings, config, case.ranks, case.environment)
+    return launch(folder, settings, config, case.ranks, case.environment, flags=case.flags)
 
 
 def trainable(model: torch.nn.Module) -> Weights:
