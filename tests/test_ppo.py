@@ -144,14 +144,10 @@ def test_the_policy_is_scored_and_not_its_value_model(base, tmp_path):
 
 
 def test_a_value_model_that_shares_the_policy_s_weights_is_refused(base, tmp_path):
-    value_model = judge(base, 7)
-
-    def load() -> torch.nn.Module:
-        policy = policy_of(base)
-        value_model.model = policy.model
-        return policy
-
-    trainer = ppo_trainer(load, base, tmp_path / "tool", value_model=value_model)
+    policy, value_model = policy_of(base), judge(base, 7)
+    value_model.model = policy.model
+    loaded = iter([policy, policy_of(base)])  # and the reference
+    trainer = ppo_trainer(lambda: next(loaded), base, tmp_path / "tool", value_model=value_model)
     ram_trl.attach(trainer, hub=tmp_path / "hub", agent="tool", base=base, merge_every=2, **ALONE)
     with pytest.raises(LayoutError, match=r"value model shares parameters with the policy .*embed_tokens"):
         trainer.train()

@@ -15,6 +15,7 @@ from tests.distributed.test_shards import ALL, QUICK, ROUNDS, Case, alone, check
 
 pytestmark = pytest.mark.ppo
 
+
 def ppo(case: Case) -> Case:
     """That layout for PPO, which heeds no `bf16` of its arguments: the launch has to say it."""
     engine = case.engine | ({"bf16": {"enabled": True}} if case.bf16 else {})

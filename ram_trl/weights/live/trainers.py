@@ -1,4 +1,4 @@
-"""What continual merging has to know of a trainer: what it trains, its rollout buffer, its metrics, its vLLM engine."""
+"""What continual merging has to know of a trainer: its policy, its rollout buffer, its metrics, its vLLM engine."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ def merged_part(model: nn.Module) -> nn.Module:
     """
     if not (hasattr(model, "policy") and hasattr(model, "value_model")):
         return model
-    policy, value_model = model.policy, model.value_model
+    policy: Any = model.policy
+    value_model: Any = model.value_model
     own = {id(parameter) for parameter in value_model.parameters()}
     shared = [name for name, parameter in policy.named_parameters() if id(parameter) in own]
     if shared:
         raise LayoutError(
-            f"PPO's value model shares parameters with the policy (such as '{shared[0]}'), so a merge would change it; "
-            "load it as a model of its own"
+            f"PPO's value model shares parameters with the policy (such as '{shared[0]}'), so a merge would change "
+            "it; load it as a model of its own"
         )
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         raise LayoutError("PPO under FSDP2 was not shown to work; use DDP or DeepSpeed")
