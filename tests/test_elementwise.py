@@ -116,6 +116,45 @@ def test_split(tau, start, width):
     assert within.tolist() == [p - start for p in patterns if start <= p < start + width]
 
 
+@PROPERTY
+@given(rows=tensors(4), unchanged=st.booleans(), consumed=st.booleans())
+def test_carry(rows, unchanged, consumed, as_on_gpu):
+    """As continual.py says it, entry by entry in numpy's float32."""
+    theta, before, state, taken = (torch.nan_to_num(held, nan=2.0, posinf=3.0, neginf=-3.0) for held in rows)
+    state = before.clone() if unchanged else state
+    taken = taken if consumed else torch.zeros_like(taken)
+    found, other = both(lambda: elementwise.carry(theta, before, state, taken), as_on_gpu)
+    expected = []
+    with np.errstate(all="ignore"):
+        for t, b, s, c in zip(*(held.numpy() for held in (theta, before, state, taken)), strict=True):
+            left = (t - b) - c
+            same = s.tobytes() == b.tobytes() and c == 0
+            expected.append(t if same else s if left == 0 else s + left)
+    expected = torch.from_numpy(np.array(expected, np.float32))
+    assert_same_bits(torch.nan_to_num(found), torch.nan_to_num(expected))
+    assert_same_bits(torch.nan_to_num(found), torch.nan_to_num(other))
+
+
+@PROPERTY
+@given(values=tensors(1), start=st.sampled_from([0, 1, 65536, 10**12]), cut=st.integers(0, 130))
+def test_fingerprint(values, start, cut, as_on_gpu):
+    """A sum over entries: of pieces it adds up; in exact integers it is the same."""
+    held = values[0]
+    found, other = both(lambda: elementwise.fingerprint(held, start), as_on_gpu)
+    cut = min(cut, len(held))
+    pieces = elementwise.fingerprint(held[:cut], start) + elementwise.fingerprint(held[cut:], start + cut)
+
+    def wrapped(word: int) -> int:
+        return (word + 2**63) % 2**64 - 2**63
+
+    total = 0
+    for i, bits in enumerate(held.view(torch.int32).tolist()):
+        mixed = wrapped(bits + (start + i) * elementwise.INDEX_KEY)
+        mixed = wrapped((mixed ^ (mixed >> 32)) * elementwise.MIX_KEY)
+        total += (mixed ^ (mixed >> 29)) * elementwise.INDEX_KEY
+    assert found == other == pieces % 2**64 == total % 2**64
+
+
 def test_largest_sees_nan_behind_inf():
     tau = torch.tensor([1.0, float("nan"), float("inf")])
     assert np.isnan(elementwise.survey(tau, *reversed(elementwise.thin(tau, 0.0))).largest)
