@@ -30,6 +30,7 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
 import ram_trl
+from ram_trl.evaluate import Scorer
 from tests import models
 from tests.distributed.odd import load_odd
 from tests.ppo import ppo_trainer
@@ -95,6 +96,18 @@ def whole_masters(model: torch.nn.Module, optimizer: Any) -> Weights:
     return found or whole_copies(model)
 
 
+def moments(optimizer: Any) -> torch.Tensor:
+    """Sum of this rank's Adam moments, and the highest step count, as the innermost optimizer keeps them."""
+    while hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    states = optimizer.state.values()
+    held = [
+        getattr(state[name], "_local_tensor", state[name]) for state in states for name in ("exp_avg", "exp_avg_sq")
+    ]
+    steps = [float(state["step"]) for state in states]
+    return torch.tensor([sum(float(m.abs().double().sum()) for m in held), max(steps, default=0.0)]).double()
+
+
 class Recorder(TrainerCallback):
     """Writes whole weights to the folder at every merge; two of them stand around `RAMCallback`."""
 
@@ -142,6 +155,7 @@ def write(
     tensors |= {f"master {n}": t.contiguous() for n, t in masters.items()}
     if value_model is not None:
         tensors |= {f"value {n}": t.contiguous() for n, t in whole_masters(value_model, optimizer).items()}
+    tensors["moments"] = moments(optimizer)
     if reference is not None:
         found = whole_copies(reference, frozen=True)
         tensors |= {f"reference {n.removeprefix('module.')}": t.contiguous() for n, t in found.items()}
@@ -301,6 +315,8 @@ def main(folder: Path, settings: dict[str, Any]) -> None:
     ram = {"hub": folder / "hub", "agent": "tool", "base": settings.get("base", folder / "base"), "merge_every": 2,
            "keep_rounds": 99, "heartbeat": 0.2, "patience": 60, "timeout": 100, "on_hub_error": "raise"}  # fmt: skip
     ram |= settings.get("ram", {})
+    if settings.get("scored"):
+        ram["scorer"] = Scorer("letters", ["ab", "cd", "e"], letters, max_new_tokens=4, batch_size=2)
     rank = dist.get_rank() if dist.is_initialized() else 0
     if settings.get("die", {}).get("rank") == rank:
         trainer.add_callback(Die(settings["die"]["step"]))

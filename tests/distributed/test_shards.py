@@ -95,6 +95,12 @@ ALL = {
     "zero3-fp32-three-ranks": Case(3, ZERO3, False, MIXED, ranks=3),
     "zero3-bf16-rloo": Case(3, ZERO3, True, settings={"kind": "rloo", "training": {"beta": 0.0}}),
     "fsdp2-fp32": Case(layout="FSDP2", environment=FSDP2, distributed="FSDP"),
+    "zero3-bf16-scored": Case(3, ZERO3, True, MIXED, settings={"scored": True}),
+    "fsdp2-fp32-scored": Case(layout="FSDP2", environment=FSDP2, distributed="FSDP", settings={"scored": True}),
+    "fsdp2-fp32-reset": Case(
+        layout="FSDP2", environment=FSDP2, distributed="FSDP", settings={"ram": {"moments": "reset"}}
+    ),
+    "stage0-bf16-reset": Case(0, "stage 0", True, settings={"ram": {"moments": "reset"}}),
     "zero3-bf16-reset": Case(3, ZERO3, True, MIXED, settings={"ram": {"moments": "reset"}}),
     "zero2-bf16-reset": Case(2, ZERO2, True, settings={"ram": {"moments": "reset"}}),
 }
@@ -251,10 +257,24 @@ def check(case: Case, folder: Path, peer: Peer, rounded: bool) -> None:
                 copies = seen(folder, name, rank, "copy")
                 assert {t.dtype for t in copies.values()} == {low}
                 assert_same(copies, {n: t.to(low) for n, t in expected.items()}, (name, rank))
+    check_moments(case, folder)
     saved = load_file(folder / "saved" / "model.safetensors")
     copies = seen(folder, f"after-{ROUNDS[-1]}", 0, "copy")
     assert_same({n: saved[n] for n in copies}, copies, "save_model")
     check_job(case, folder)
+
+
+def check_moments(case: Case, folder: Path) -> None:
+    """Adam's moments and step count after a merge: as before it, or back at the start if asked for."""
+    reset = case.settings.get("ram", {}).get("moments") == "reset"
+    total = torch.zeros(2)
+    for rank in range(case.ranks):
+        before, after = (
+            load_file(folder / f"{when}-4-rank{rank}.safetensors")["moments"] for when in ("before", "after")
+        )
+        assert torch.equal(after, torch.zeros_like(before) if reset else before)
+        total = total + before
+    assert (total > 0).all()
 
 
 def check_job(case: Case, folder: Path) -> None:
