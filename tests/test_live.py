@@ -12,7 +12,7 @@ import torch.distributed as dist
 import trl.trainer.grpo_trainer
 from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from transformers import TrainerCallback
 from trl.generation.vllm_generation import VLLMGeneration
@@ -75,6 +75,21 @@ def test_fsdp2_without_fp32_shards_is_refused(one_rank):
     model = models.tiny_model(dtype=torch.bfloat16)
     fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
     with pytest.raises(LayoutError, match=r"bfloat16.*load the model in float32"):
+        LiveWeights(model, Team())
+
+
+def test_fsdp2_that_offloads_is_refused(one_rank):
+    model = models.tiny_model()
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)), offload_policy=CPUOffloadPolicy(pin_memory=False))
+    with pytest.raises(LayoutError, match=r"^FSDP2 cannot be merged while it trains: it offloads parameters"):
+        LiveWeights(model, Team())
+
+
+def test_fsdp2_that_replicates_shards_is_refused(one_rank):
+    model = models.tiny_model()
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shard"))
+    fully_shard(model, mesh=mesh)
+    with pytest.raises(LayoutError, match=r"^FSDP2 cannot be merged .*otherwise than by rows .*HSDP"):
         LiveWeights(model, Team())
 
 

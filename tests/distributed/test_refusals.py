@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ import torch.distributed as dist
 
 from ram_trl.team import Team
 from ram_trl.weights.live import LayoutError, LiveWeights
+from ram_trl.weights.live.zero3 import Zero3
+from ram_trl.weights.live.zero12 import Zero12
 from tests import models
 from tests.distributed.sharded import without_compiling
 
@@ -89,6 +92,15 @@ def test_engines_that_cannot_start_here_are_refused(attribute):
     setattr(engine.optimizer, attribute, value)
     with pytest.raises(LayoutError, match=rf"^DeepSpeed ZeRO-3 cannot be merged while it trains: .*{told}"):
         live(engine)
+
+
+@pytest.mark.parametrize(("stage", "layout"), [(2, Zero12), (3, Zero3)])
+def test_parameters_that_are_split_over_a_part_of_the_ranks_are_refused(stage, layout):
+    """As experts, tensor parallelism, sequence parallelism and MiCS do: the groups are smaller than the job."""
+    engine = engine_of(stage, **BF16)
+    parameters, job = dict(engine.module.named_parameters()), SimpleNamespace(world=2)
+    with pytest.raises(LayoutError, match=r"are split over .*(MoE|MiCS)"):
+        layout(parameters, engine.optimizer, job)
 
 
 def test_everything_wrong_is_told_at_once():
