@@ -178,3 +178,24 @@ def tally(counts, offsets):  # type: ignore[no-untyped-def]
     """Adds 1 to the count of every offset."""
     for i in range(offsets.shape[0]):
         counts[offsets[i]] += 1
+
+
+@compiled
+def carry(theta, before, state, consumed, result):  # type: ignore[no-untyped-def]
+    """S_k + (θ − S_b − τ̂); S_k where nothing is left, θ where neither state nor θ was changed by anyone else."""
+    for i in range(theta.shape[0]):
+        left = (theta[i] - before[i]) - consumed[i]
+        moved = state[i] if left == 0 else state[i] + left
+        untouched = (_bits(state[i]) == _bits(before[i])) & (consumed[i] == 0)
+        result[i] = theta[i] if untouched else moved
+
+
+@compiled
+def fingerprint(values, start, index_key, mix_key):  # type: ignore[no-untyped-def]
+    """Sum of a 64-bit hash of every flat index and the bits there; everything wraps around."""
+    total = np.int64(0)
+    for i in range(values.shape[0]):
+        mixed = np.int64(_bits(values[i])) + (start + np.int64(i)) * index_key
+        mixed = (mixed ^ (mixed >> np.int64(32))) * mix_key
+        total += (mixed ^ (mixed >> np.int64(29))) * index_key
+    return total

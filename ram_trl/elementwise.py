@@ -15,6 +15,13 @@ from torch import Tensor
 from ram_trl import compiled
 
 
+def _signed(word: int) -> int:
+    return word - 2**64 if word >= 2**63 else word
+
+
+INDEX_KEY, MIX_KEY = _signed(0x9E3779B97F4A7C15), _signed(0xD6E8FEB86659FD93)
+
+
 def on_cpu(tensor: Tensor) -> bool:
     """Whether numpy and compiled code can work on it."""
     return tensor.device.type == "cpu"
@@ -80,6 +87,32 @@ def how_many(where: Tensor) -> int:
     if not on_cpu(where):
         return int(torch.count_nonzero(where))
     return int(np.count_nonzero(where.numpy()))
+
+
+def carry(theta: Tensor, before: Tensor, state: Tensor, consumed: Tensor) -> Tensor:
+    """
+    S_k + (θ − S_b − τ̂), all float32, with τ̂ 0 where nothing was consumed.
+
+    Where the state did not change and nothing was consumed it is θ, and where nothing is left S_k, to the bit.
+    """
+    if not on_cpu(theta):
+        left = (theta - before) - consumed
+        untouched = (state.view(torch.int32) == before.view(torch.int32)) & (consumed == 0)
+        return torch.where(untouched, theta, torch.where(left == 0, state, state + left))
+    result = torch.empty_like(theta)
+    compiled.carry(theta.numpy(), before.numpy(), state.numpy(), consumed.numpy(), result.numpy())
+    return result
+
+
+def fingerprint(values: Tensor, start: int) -> int:
+    """Sum of a 64-bit hash of (flat index, bits) over float32 entries, the first at `start`, modulo 2⁶⁴."""
+    if not on_cpu(values):
+        index = torch.arange(start, start + len(values), device=values.device)
+        mixed = values.contiguous().view(torch.int32).to(torch.int64) + index * INDEX_KEY
+        mixed = (mixed ^ (mixed >> 32)) * MIX_KEY
+        return int(((mixed ^ (mixed >> 29)) * INDEX_KEY).sum()) % 2**64
+    keys = np.int64(INDEX_KEY), np.int64(MIX_KEY)
+    return int(compiled.fingerprint(values.contiguous().numpy(), np.int64(start), *keys)) % 2**64
 
 
 def mean_where_shared(base: Tensor, total: Tensor, count: Tensor, single: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,19 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ram_trl import MergeConfig, elementwise
+from ram_trl import MergeConfig
 from ram_trl.compiled import compiled
 from ram_trl.criterion import Bracket
-from ram_trl.elementwise import mean_where_shared, thin
-from ram_trl.methods import change
+from ram_trl.elementwise import mean_where_shared
 from ram_trl.methods.change import Change, Sums
 from tests.reference import PROPERTY
+from tests.sweeps import assert_same_bits, both, finite, tensors
 
-Result = TypeVar("Result")
-
-POSITIVE = [0.0, 1.0, 1e-5, 1e-40, 1e-45, 3.4e38, float("inf"), float("nan")]
-SPECIAL = [*POSITIVE, *(-number for number in POSITIVE)]
-NUMBERS = st.one_of(st.sampled_from(SPECIAL), st.floats(width=32))
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
 CRITERIA = st.sampled_from(
     [
@@ -36,51 +31,8 @@ CRITERIA = st.sampled_from(
 )
 
 
-def row(length: int) -> st.SearchStrategy[Tensor]:
-    numbers = st.lists(NUMBERS, min_size=length, max_size=length)
-    return numbers.map(lambda held: torch.tensor(held, dtype=torch.float32))
-
-
-def tensors(count: int) -> st.SearchStrategy[tuple[Tensor, ...]]:
-    """Float32 tensors of one length, from none to more than a block of the compiled sweeps."""
-    lengths = st.sampled_from([0, 1, 2, 63, 64, 65, 130])
-    return lengths.flatmap(lambda length: st.tuples(*[row(length)] * count))
-
-
 def changed(stored: Tensor, reference: Tensor, config: MergeConfig) -> Change:
     return Change("tool", stored, reference, config, config.fixed_epsilon, torch.bfloat16)
-
-
-def finite(values: Tensor) -> Tensor:
-    """NaN and Inf are refused before anything is merged."""
-    return torch.nan_to_num(values, nan=2.0, posinf=3.0, neginf=-3.0)
-
-
-def both(work: Callable[[], Result]) -> tuple[Result, Result]:
-    """What `work` returns on the CPU, and when tensors are taken to lie elsewhere."""
-    here = work()
-    with pytest.MonkeyPatch.context() as patch:
-        for module in (elementwise, change):
-            patch.setattr(module, "on_cpu", lambda tensor: False)
-        return here, work()
-
-
-def assert_same_bits(found: Tensor, expected: Tensor) -> None:
-    assert torch.equal(found.isnan(), expected.isnan())  # Inf − Inf, where sums of finite weights overflow
-    found, expected = (torch.where(values.isnan(), 0.0, values) for values in (found, expected))
-    assert torch.equal(found.view(torch.int32), expected.view(torch.int32))
-
-
-@PROPERTY
-@given(tau=row(65), threshold=st.sampled_from([0.0, 1e-45, 1e-5, 1.0]))
-def test_thin(tau, threshold):
-    (mask, thinned), (other_mask, other) = both(lambda: thin(tau, threshold))
-    expected = [abs(x) > np.float32(threshold) for x in tau.numpy()]
-    assert mask.tolist() == expected
-    assert_same_bits(thinned, torch.tensor([x if a else 0.0 for x, a in zip(tau.tolist(), expected, strict=True)]))
-    known = ~tau.isnan()
-    assert torch.equal(mask[known], other_mask[known])
-    assert_same_bits(thinned[known], other[known])
 
 
 @PROPERTY
