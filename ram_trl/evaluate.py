@@ -83,6 +83,26 @@ class Scorer:
         return total / len(self.prompts)
 
 
+@dataclass(frozen=True)
+class ExactScorer:
+    """
+    Scores a model on a task by [`accuracy`].
+
+    Args:
+        task (`str`):
+            Name of the task; the score is logged as `ram/eval/<task>`.
+        rows (`Sequence[ScoreRow]`):
+            Prompts that are not trained on, with their right answers.
+    """
+
+    task: str
+    rows: Sequence[ScoreRow]
+
+    def score(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> float:
+        """Percentage of the rows answered exactly."""
+        return accuracy(model, tokenizer, self.rows)
+
+
 @torch.no_grad()
 def accuracy(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, rows: Sequence[ScoreRow], batch_size: int = 128

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -112,7 +113,12 @@ class Member:
         export (`Callable[[int], None]`, *optional*):
             Called on rank 0 of the job that closed a round, with its number, once its state is made.
         rest (`Callable[[float], None]`, *optional*):
-            Called on rank 0 while waiting, with seconds to wait; agents that take turns hand over here.
+            Called on every rank while waiting, with seconds to wait; agents that take turns hand over here.
+        look_for (`float`, *optional*):
+            Seconds that rank 0 looks for a round before it tells the others and all rest; 0 for agents that take
+            turns.
+        aside (`Callable[[], AbstractContextManager[None]]`, *optional*):
+            Entered on every rank around waiting, in which no weight is touched.
     """
 
     def __init__(
@@ -125,6 +131,8 @@ class Member:
         *,
         export: Callable[[int], None] = lambda number: None,
         rest: Callable[[float], None] = time.sleep,
+        look_for: float = SAY_EVERY,
+        aside: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self.hub = hub
         self.agent = agent
@@ -135,6 +143,9 @@ class Member:
         self._config = config
         self._export = export
         self._rest = rest
+        self._look_for = look_for
+        self._aside = aside
+        self._pause = min(0.2, config.heartbeat / 4)
         self._team = live.team
         self._heartbeat: Heartbeat | None = None
         self._rounds: Rounds
@@ -363,15 +374,18 @@ class Member:
         """Waits until there is a round newer than what is loaded, or for too long; whether this job closed it."""
         deadline = time.monotonic() + self._config.timeout
         outcome = "waiting"
-        while outcome == "waiting":
-            outcome = self._team.share(self._team.together(lambda: self._watch_for_round(deadline)))
+        with self._aside():
+            while outcome == "waiting":
+                outcome = self._team.share(self._team.together(lambda: self._watch_for_round(deadline)))
+                if outcome == "waiting":
+                    self._rest(self._pause)
         return outcome == "closed"
 
     def _watch_for_round(self, deadline: float) -> str:
         """Rank 0 watches for some seconds: `"decided"`, `"closed"` (by this job), `"nothing"` or `"waiting"`."""
         if not self._team.first:
             return ""
-        until = time.monotonic() + SAY_EVERY
+        until = time.monotonic() + self._look_for
         while True:
             decisions = self.hub.decisions()
             if len(decisions) > self.round:
@@ -381,11 +395,11 @@ class Member:
                 return "closed"
             if late:
                 return "nothing"
-            if time.monotonic() > until:
-                return "waiting"
             if self._heartbeat is not None:
                 self._heartbeat.check()
-            self._rest(min(0.2, self._config.heartbeat / 4))
+            if time.monotonic() >= until:
+                return "waiting"
+            time.sleep(self._pause)
 
     def close(self, late: bool) -> bool:
         """
@@ -404,12 +418,13 @@ class Member:
         for decision in decisions[-1:] if self.observes else self._unmade(decisions):
             folder = self.hub.state_folder(decision.round)
             deadline = time.monotonic() + (0 if closer else self._config.patience)
-            while not self._team.ask(folder.exists):
-                if self._team.share(time.monotonic() > deadline):
-                    with Workers() as workers:
-                        self._rounds.make_state(decision, self._live.owned(), workers)
-                elif self._team.first:
-                    self._rest(min(0.2, self._config.heartbeat / 4))
+            with self._aside() if not closer and not self._team.ask(folder.exists) else nullcontext():
+                while not self._team.ask(folder.exists):
+                    if self._team.share(time.monotonic() > deadline):
+                        with Workers() as workers:
+                            self._rounds.make_state(decision, self._live.owned(), workers)
+                    else:
+                        self._rest(self._pause)
         return self._team.together(lambda: self._rounds.state(len(decisions)))
 
     def _unmade(self, decisions: list[Decision]) -> list[Decision]:
