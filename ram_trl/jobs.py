@@ -117,10 +117,9 @@ class Plan:
         """Variables of a job, beside those it inherits."""
         own = {"RAM_TRL_JOB": job.name}
         if self.hardware.on_cpu:
-            precision = {"ACCELERATE_MIXED_PRECISION": self.hardware.precision}
-            own |= {"CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true", "DS_ACCELERATOR": "cpu"}
-            own |= precision if self.hardware.kind == "MULTI_CPU" else {}
-            own["OMP_NUM_THREADS"] = threads_per_process()
+            own |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": threads_per_process()}
+            if self.hardware.kind == "MULTI_CPU":  # what accelerate launch would have set
+                own |= {"ACCELERATE_USE_CPU": "true", "ACCELERATE_MIXED_PRECISION": self.hardware.precision}
         else:
             own["CUDA_VISIBLE_DEVICES"] = ",".join(job.devices)
         return own

@@ -11,6 +11,7 @@ from rich.console import Console
 from ram_trl.job import read_changes
 from ram_trl.jobs import Plan, make_plan, visible_devices
 from ram_trl.launcher import Launcher
+from ram_trl.memory_estimate import Estimate, estimate, vllm_share
 from ram_trl.recipe import load_recipe
 
 
@@ -71,3 +72,11 @@ def show_plan(plan: Plan, console: Console) -> None:
         ranks = f"{job.processes} process{'es' if job.processes > 1 else ''}"
         console.print(f"job {job.name}: {', '.join(job.agents)}; {ranks}", markup=False, highlight=False)
         console.print(f"$ {command}", markup=False, highlight=False, soft_wrap=True)
+        found = estimate(plan, job)
+        told = f"about {found} per rank, without activations" if isinstance(found, Estimate) else found
+        console.print(f"  memory: {told}", markup=False, highlight=False, soft_wrap=True)
+        for agent in plan.recipe.agents:
+            share = vllm_share(agent) if agent.name in job.agents else None
+            if share is not None:
+                said = f"  vLLM of agent '{agent.name}' takes {share:.0%} of the device"
+                console.print(said, markup=False, highlight=False, soft_wrap=True)
