@@ -283,7 +283,7 @@ def _with_devices(
     jobs = []
     taken: dict[int, str] = {}
     for name, members in groups.items():
-        if not asked[name]:
+        if not asked[name] and any(asked.values()):
             problems.append(f"job '{name}' has no devices, though other jobs do; give its agents devices")
         for device in asked[name]:
             if device in taken:
@@ -318,12 +318,14 @@ def _shared_out(
     """The visible GPUs, in equal parts."""
     if count is None and visible is None:
         problems.append("no agent has devices; say them, or launch.processes, where the GPUs cannot be counted")
-    each = count or (len(visible) // len(groups) if visible else 1)
-    if not each:
+    each = count or (len(visible) // len(groups) if visible is not None else 1)
+    if visible is not None and not 0 < each * len(groups) <= len(visible):
         problems.append(
-            f"{len(visible or ())} GPUs are visible for {len(groups)} jobs; run with --schedule interleaved"
+            f"{len(visible)} GPUs are visible for {len(groups)} jobs of {max(each, 1)} processes; run with "
+            "--schedule interleaved, in which agents take turns on the same GPUs"
         )
-    return {name: list(range(place * max(each, 1), (place + 1) * max(each, 1))) for place, name in enumerate(groups)}
+        return {name: [] for name in groups}
+    return {name: list(range(place * each, (place + 1) * each)) for place, name in enumerate(groups)}
 
 
 def _batch_problems(agent: AgentSection, processes: int) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ from ram_trl.recipe import load_recipe
 from tests import small_run
 
 SHIPPED = (
-    "cpu", "cpu_ddp", "cpu_zero2", "cpu_zero3", "ddp", "fsdp2", "single_gpu", "zero1", "zero2", "zero3", "zero3_offload"
+    "cpu", "cpu_ddp", "cpu_zero2", "cpu_zero3", "ddp", "fsdp2", "single_gpu", "zero1", "zero2", "zero3",
+    "zero3_offload",
 )  # fmt: skip
 
 
@@ -75,7 +77,7 @@ def test_a_device_in_two_jobs_or_outside_the_mask_is_refused(tmp_path):
     changes = {"agents.*.devices": [0, 5]}
     told = problems(tmp_path, changes, visible=["0", "1"], accelerate="zero3")
     assert "GPU 0 is in two jobs, 'tool' and 'code'" in told
-    assert "job 'tool' asks for GPU 5, but only 2 are visible (0,1)" in told
+    assert "job 'tool': GPU 5 is asked for, but only 2 are visible (0,1)" in told
 
 
 def test_agents_of_one_job_use_the_devices_of_all(tmp_path):
@@ -98,7 +100,7 @@ def test_devices_on_the_cpu_are_a_mistake(tmp_path):
 def test_every_value_that_accelerate_could_take_from_elsewhere_is_passed(tmp_path):
     found = plan(tmp_path, visible=list("012345"), accelerate="zero3")
     command = found.command(found.jobs[0], 41234, resume=True)
-    pairs = dict(zip(command, command[1:], strict=False))
+    pairs = dict(itertools.pairwise(command))
     assert pairs["--num_processes"] == "2"
     assert pairs["--main_process_port"] == "41234"
     assert pairs["--mixed_precision"] == "bf16"
