@@ -217,6 +217,22 @@ def launch_command(
     raise typer.Exit(code)
 
 
+@app.command("report")
+def report_command(
+    hub: Annotated[Path, typer.Argument(help="Folder of the hub.")],
+    out: Annotated[Path | None, typer.Option(help="Folder to write to; HUB/report by default.")] = None,
+) -> None:
+    """Write what came of a run: tables and plots, as report.html and report.md."""
+    from ram_trl.hub import Hub
+    from ram_trl.run_report import write_run_report
+
+    try:
+        path = write_run_report(Hub(hub), out or hub / "report")
+    except (RuntimeError, ValueError, OSError) as error:
+        _stop(error)
+    Console().print(f"report: {path}", soft_wrap=True, highlight=False, markup=False, emoji=False)
+
+
 @app.command("status")
 def status_command(
     hub: Annotated[Path, typer.Argument(help="Folder of the hub.")],

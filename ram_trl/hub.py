@@ -153,6 +153,10 @@ class Hub:
         """Takes `finish` back: the agent trains on."""
         (self.agent_folder(agent) / "done.json").unlink(missing_ok=True)
 
+    def times_file(self, agent: str) -> Path:
+        """Where the agent notes, line by line, what its merge points took."""
+        return self.agent_folder(agent) / "times.jsonl"
+
     # ---- publications -------------------------------------------------------------------------------------------
 
     def publication_folder(self, agent: str, sequence: int) -> Path:

@@ -33,10 +33,11 @@ from rich.console import Console
 
 from ram_trl.board import Board
 from ram_trl.files import DamagedFileError, read_json
-from ram_trl.hub import Hub
+from ram_trl.hub import Hub, HubError
 from ram_trl.job import STOP, agent_folder, finished
 from ram_trl.jobs import Job, Plan
 from ram_trl.ports import HeldPort
+from ram_trl.run_report import write_run_report
 from ram_trl.trainers import VLLM_PORTS
 
 logger = logging.getLogger(__name__)
@@ -316,6 +317,9 @@ class Launcher:
             latest = self.hub.latest()
             if latest is not None:
                 self._console.print(f"generalist: {self.hub.generalist_folder(latest)}", soft_wrap=True)
+        with suppress(HubError, DamagedFileError, OSError):  # the run is what counts
+            report = write_run_report(self.hub, self.plan.out / "report")
+            self._console.print(f"report: {report}", soft_wrap=True)
         return 1 if failed else 0
 
     def _complete(self) -> None:

@@ -8,11 +8,13 @@ from pathlib import Path
 
 from rich.console import Console
 
+from ram_trl.config import read_yaml
 from ram_trl.job import read_changes
 from ram_trl.jobs import Plan, make_plan, visible_devices
 from ram_trl.launcher import Launcher
 from ram_trl.memory_estimate import Estimate, estimate, vllm_share
-from ram_trl.recipe import load_recipe
+from ram_trl.offline_recipe import is_offline, run_offline
+from ram_trl.recipe import changed, load_recipe
 
 
 def launch(
@@ -48,7 +50,11 @@ def launch(
         `ValueError`: if the recipe cannot run as written; the message lists all problems.
     """
     changes = [*changes, *([f"launch.schedule={schedule}"] if schedule is not None else [])]
-    recipe = load_recipe(path, read_changes(changes, changes_file))
+    read = read_changes(changes, changes_file)
+    values = read_yaml(path)
+    if is_offline(values):
+        return run_offline(path, changed(values, read), dry_run, console)
+    recipe = load_recipe(path, read)
     forwarded = [part for change in changes for part in ("--set", change)]
     forwarded += ["--set-file", str(changes_file)] if changes_file is not None else []
     elsewhere = dry_run or recipe.launch.machines > 1

@@ -7,6 +7,7 @@ Every method is collective: all ranks of the job, in the same order.
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from collections.abc import Callable, Mapping
@@ -73,8 +74,10 @@ class Met(BaseModel):
             Active share of the agent's entries in what it published.
         exchange_mb (`float`):
             Megabytes published by the job.
-        wait_s, merge_s (`float`):
-            Seconds waited for other agents, and seconds of own work.
+        train_s (`float`):
+            Seconds since the merge point before.
+        wait_s, merge_s, publish_s (`float`):
+            Seconds waited for other agents, seconds of own work, and those of it spent in publishing.
         report (`dict[str, Any]`, *optional*):
             The report of the round, as in the hub.
         age (`int`, *optional*):
@@ -85,6 +88,8 @@ class Met(BaseModel):
     round: int | None = None
     density: float | None = None
     exchange_mb: float = 0.0
+    train_s: float = 0.0
+    publish_s: float = 0.0
     wait_s: float = 0.0
     merge_s: float = 0.0
     report: dict[str, Any] | None = None
@@ -208,6 +213,7 @@ class Member:
         write_base_state(self._live, self._base, self.hub, described["founding"]["rounded"])
         told = self._load_on_joining(checkpoint)
         self._tell(step)
+        self._went_on = time.monotonic()
         return told
 
     def _enter_by_name(self, checkpoint: MemberState | None, resume: bool, run_id: str) -> None:
@@ -278,11 +284,13 @@ class Member:
             `OSError`: if the hub cannot be read or written, with `on_hub_error="raise"`.
         """
         self._check_intruder()
-        met = Met()
         started = time.monotonic()
+        met = Met(train_s=started - self._went_on)
         try:
             self.catch_up()
+            caught_up = time.monotonic()
             counts, size = self.publish(step)
+            met.publish_s = time.monotonic() - caught_up
             met.published = True
             met.density = int(counts.active[0]) / counts.entries
             met.exchange_mb = size / 1e6
@@ -300,6 +308,7 @@ class Member:
             )
         met.merge_s = time.monotonic() - started - met.wait_s
         self._tell(step)
+        self._note_times(step, met)
         return met
 
     def catch_up(self) -> None:
@@ -521,11 +530,13 @@ class Member:
         """
         The end of training: publishes what is left and is waited for no more; the last agent closes a final round.
         """
-        met = Met()
+        started = time.monotonic()
+        met = Met(train_s=started - self._went_on)
         try:
             self.catch_up()
             counts, size = self.publish(step)
-            met = Met(published=True, density=int(counts.active[0]) / counts.entries, exchange_mb=size / 1e6)
+            met.published, met.density, met.exchange_mb = True, int(counts.active[0]) / counts.entries, size / 1e6
+            met.publish_s = time.monotonic() - started
             self._team.together(lambda: self.hub.finish(self.agent, step) if self._team.first else None)
             if self._team.ask(self._closer.close_the_last):
                 decisions = self._decisions()
@@ -539,7 +550,9 @@ class Member:
                 raise
             logger.warning("agent '%s': its last update was not published: the hub failed (%s)", self.agent, error)
         finally:
+            met.merge_s = time.monotonic() - started
             self._tell(step)
+            self._note_times(step, met)
             self.leave()
         return met
 
@@ -561,6 +574,19 @@ class Member:
                 return None  # a report is for people; the round does not depend on it
 
         return self._team.share(read())
+
+    def _note_times(self, step: int, met: Met) -> None:
+        """Notes in the hub what a merge point took, for the report of the run."""
+        self._went_on = time.monotonic()
+        if not self._team.first:
+            return
+        noted = {"step": step} | met.model_dump(include={"round", "train_s", "publish_s", "wait_s", "exchange_mb"})
+        line = json.dumps(noted | {"merge_s": met.merge_s - met.publish_s})
+        try:
+            with self.hub.times_file(self.agent).open("a", encoding="utf-8") as file:
+                file.write(line + "\n")
+        except OSError as error:
+            logger.warning("agent '%s': its times were not noted (%s)", self.agent, error)
 
     def _tell(self, step: int) -> None:
         if self._heartbeat is not None:

@@ -63,25 +63,25 @@ def estimate(plan: Plan, job: Job) -> Estimate | str:
 
 def sizes_of(plan: Plan, agent: AgentSection) -> Sizes | str:
     """Parameters of an agent, counted without making one; a sentence if the model's config is not at hand."""
-    from accelerate import init_empty_weights
+    import torch
     from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
     base = plan.recipe.base
     config: PretrainedConfig
-    if base.make is not None:
-        made = plan.out / "base"
-        if not made.is_dir():
-            return f"not known before {base.make} has made the base"
-        config = AutoConfig.from_pretrained(made)
-    elif base.config:
+    if base.config:
         values: dict[str, Any] = dict(base.config)
         config = AutoConfig.for_model(values.pop("model_type"), **values)
+    elif base.make is not None:
+        made = plan.out / "base"
+        if not made.is_dir():
+            return f"not known before {base.make} has made the base, unless its config is given as base.config"
+        config = AutoConfig.from_pretrained(made)
     else:
         try:
             config = AutoConfig.from_pretrained(base.model, revision=base.revision)
         except (OSError, ValueError):
             return f"not known: the config of {base.model} is not at hand; give it as base.config"
-    with init_empty_weights():
+    with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
         every = sum(parameter.numel() for parameter in model.parameters())
         if agent.peft is None:

@@ -99,13 +99,16 @@ def _is_agent_name(name: str) -> str:
 
 
 FunctionName = Annotated[str, AfterValidator(_is_function_name)]
+AGENT = Annotated[str, AfterValidator(_is_agent_name)]
 
 
-class _Section(BaseModel):
+class Section(BaseModel):
+    """A part of a recipe: unknown fields are refused."""
+
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class BaseSection(_Section):
+class BaseSection(Section):
     """
     The base: a checkpoint, or a function that makes it.
 
@@ -119,7 +122,7 @@ class BaseSection(_Section):
         args (`dict[str, Any]`, *optional*):
             Arguments of that function.
         config (`dict[str, Any]`, *optional*):
-            The config of `model`, for `--dry-run` to count parameters by where the model is not at hand.
+            The config of the model, for `--dry-run` to count parameters by where the model is not at hand.
     """
 
     model: str | None = None
@@ -132,14 +135,14 @@ class BaseSection(_Section):
     def _one_source(self) -> BaseSection:
         if (self.model is None) == (self.make is None):
             raise ValueError("name a checkpoint (model) or a function that makes one (make): one of them")
-        if self.make is not None and (self.revision is not None or self.config):
-            raise ValueError("revision and config belong to model, but the base is made by make; leave them out")
+        if self.make is not None and self.revision is not None:
+            raise ValueError("revision belongs to model, but the base is made by make; leave it out")
         if self.model is not None and self.args:
             raise ValueError("args are the arguments of make, but the base is model; leave them out")
         return self
 
 
-class AgentSection(_Section):
+class AgentSection(Section):
     """
     An agent.
 
@@ -158,17 +161,17 @@ class AgentSection(_Section):
             For the schedule `mixed`: agents of one job take turns.
     """
 
-    name: Annotated[str, AfterValidator(_is_agent_name)]
+    name: AGENT
     task: FunctionName
     task_args: dict[str, Any] = Field(default_factory=dict)
     trainer: Literal["grpo", "rloo", "ppo"] = "grpo"
     args: dict[str, Any] = Field(default_factory=dict)
     peft: dict[str, Any] | None = None
     devices: tuple[Annotated[int, Field(ge=0)], ...] = ()
-    job: Annotated[str, AfterValidator(_is_agent_name)] | None = None
+    job: AGENT | None = None
 
 
-class ScoringSection(_Section):
+class ScoringSection(Section):
     """
     How models are scored.
 
@@ -184,7 +187,7 @@ class ScoringSection(_Section):
     rounds: bool = True
 
 
-class MergeRow(_Section):
+class MergeRow(Section):
     """
     A merge to be made: a name, the fields of a [`MergeConfig`] (or a `preset`) beside it, and knobs to tune.
 
@@ -230,14 +233,14 @@ class MergeRow(_Section):
         return [(knobs, _merge_config(written, knobs)) for knobs in combinations]
 
 
-class ContinualRow(_Section):
+class ContinualRow(Section):
     """A continual run: its name in tables, and whether agents keep what a round did not consume of their updates."""
 
     name: str = Field(min_length=1)
     carry: bool = True
 
 
-class ContinualSection(_Section):
+class ContinualSection(Section):
     """
     Merging while agents train, by the rule of the recipe's `merge`.
 
@@ -268,7 +271,7 @@ class ContinualSection(_Section):
         return self.model_dump(exclude={"rows"})
 
 
-class LaunchSection(_Section):
+class LaunchSection(Section):
     """
     How `ram-trl launch` runs the agents.
 
@@ -306,7 +309,7 @@ class LaunchSection(_Section):
     hang_after: float = Field(default=1800, gt=0)
 
 
-class FastSection(_Section):
+class FastSection(Section):
     """What `--fast` changes: single arguments of the base, of every agent's trainer, of scoring and merging."""
 
     base: dict[str, Any] = Field(default_factory=dict)
@@ -315,7 +318,7 @@ class FastSection(_Section):
     continual: dict[str, int] = Field(default_factory=dict)
 
 
-class Recipe(_Section):
+class Recipe(Section):
     """
     A recipe.
 
@@ -409,13 +412,22 @@ def load_recipe(path: Path, changes: Sequence[tuple[str, Any]] = ()) -> Recipe:
     Raises:
         `ValueError`: if the file cannot be read or a field is wrong; the message names file and field.
     """
-    values = read_yaml(path)
+    try:
+        return Recipe(**changed(read_yaml(path), changes))
+    except ValidationError as error:
+        raise ValueError(f"{path}: {sentences(error)}") from error
+
+
+def changed(values: dict[str, Any], changes: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """
+    The values of a recipe with fields set, as in [`load_recipe`].
+
+    Raises:
+        `ValueError`: if a path leads nowhere.
+    """
     for field, value in changes:
         _set(values, field.split("."), value, field)
-    try:
-        return Recipe(**values)
-    except ValidationError as error:
-        raise ValueError(f"{path}: {_sentences(error)}") from error
+    return values
 
 
 def _set(held: Any, keys: list[str], value: Any, field: str) -> None:
@@ -497,10 +509,10 @@ def _merge_config(*layers: Mapping[str, Any]) -> MergeConfig:
     try:
         return MergeConfig.layered(*layers)
     except ValidationError as error:
-        raise ValueError(_sentences(error)) from error
+        raise ValueError(sentences(error)) from error
 
 
-def _sentences(error: ValidationError) -> str:
+def sentences(error: ValidationError) -> str:
     """The errors of a validation, each as a sentence that starts with the field."""
     return "; ".join(_sentence(e["type"], e["loc"], e["msg"], e["input"]) for e in error.errors())
 

@@ -101,7 +101,7 @@ def test_a_grid_is_every_combination_in_the_order_written() -> None:
         ({"base": {"args": {}}}, "base: name a checkpoint (model) or a function that makes one (make)"),
         ({"base": {"model": "m", "make": "a.py:a"}}, "base: name a checkpoint (model) or a function"),
         ({"base": {"model": "m", "args": {"steps": 1}}}, "base: args are the arguments of make"),
-        ({"base": {"make": "a.py:a", "revision": "x"}}, "base: revision and config belong to model"),
+        ({"base": {"make": "a.py:a", "revision": "x"}}, "base: revision belongs to model"),
         ({"base": {"make": "tasks/base.py"}}, "base.make: 'tasks/base.py' does not name a function"),
         ({"agents": []}, "agents is []: list should have at least 1 item"),
         ({"agents": [{"name": "a", "task": "a.py:a", "lr": 1}]}, r"agents[0].lr is not a field here"),
