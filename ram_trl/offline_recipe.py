@@ -97,9 +97,8 @@ def run_offline(path: Path, values: dict[str, Any], dry_run: bool, console: Cons
         console.print(f"  memory: {said}; one process", highlight=False, soft_wrap=True)
         if recipe.parameters is not None:
             size = 2 * recipe.parameters / 1e9
-            console.print(
-                f"  disk: about {size * len(sources):.0f} GB to read, {size:.0f} GB to write", highlight=False
-            )
+            said = f"about {size * len(sources):.0f} GB to read, {size:.0f} GB to write"
+            console.print(f"  disk: {said}", highlight=False, soft_wrap=True)
         return 0
     folders = {agent.name: agent.folder() for agent in recipe.agents}
     report = merge(recipe.base.folder(), folders, out, recipe.merge.config)

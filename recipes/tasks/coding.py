@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import resource
+import secrets
 import subprocess
 import sys
 import tempfile
@@ -67,15 +68,16 @@ def _share(code: str, tests: list[str]) -> float:
 
 
 def runs(program: str) -> bool:
-    """Whether a program ends well within its limits."""
+    """Whether a program comes to its end within its limits; one that leaves before its tests has not."""
+    token = secrets.token_hex(16)
     with tempfile.TemporaryDirectory() as folder:
         try:
             done = subprocess.run(
-                [sys.executable, "-I", "-c", program],
+                [sys.executable, "-I", "-c", f"{program}\nprint({token!r})"],
                 cwd=folder,
                 env={},
                 stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
                 timeout=SECONDS,
                 check=False,
@@ -83,7 +85,7 @@ def runs(program: str) -> bool:
             )
         except subprocess.TimeoutExpired:
             return False
-    return done.returncode == 0
+    return done.stdout.endswith(f"{token}\n".encode())
 
 
 def _limit() -> None:
