@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, TypeVar
 
@@ -106,9 +107,8 @@ def merge_command(
     if dry_run:
         show_outline(_run(lambda: outline(*inputs, **job)), Console())
         return
-    # What is finished by then stays for --resume; the rest is removed on the way out.
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    report = _run(lambda: merge(*inputs, **job, resume=resume))
+    with _terminated_like_interrupted():
+        report = _run(lambda: merge(*inputs, **job, resume=resume))
     show_report(report, Console())
     Console().print(f"generalist: {report.out}", soft_wrap=True, highlight=False, markup=False, emoji=False)
 
@@ -381,6 +381,16 @@ def _run(work: Callable[[], Result]) -> Result:
         return work()
     except (MergeInputError, OSError) as error:
         _stop(error)
+
+
+@contextmanager
+def _terminated_like_interrupted() -> Iterator[None]:
+    """On SIGTERM, unwind: what is finished stays for --resume, the rest is removed on the way out."""
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _stop(error: Exception) -> NoReturn:

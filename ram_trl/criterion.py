@@ -14,11 +14,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from ram_trl.compiled import tally_upper
 from ram_trl.config import MergeConfig
-from ram_trl.elementwise import bits, differ, masked, nonzero
+from ram_trl.elementwise import bits, differ, masked, thin
 
 UPPER_BINS = 1 << 15
 WIDEST = 16
@@ -54,8 +54,7 @@ def active(
         return mask, masked(tau, bits(mask))
     if config.top_fraction is None and config.fixed_epsilon == 0:
         return differ(theta.view(torch.int32), base.view(torch.int32)), tau
-    thinned = torch.hardshrink(tau, threshold)  # keeps |τ| > threshold
-    return nonzero(thinned), thinned
+    return thin(tau, threshold)
 
 
 def wanted(fraction: float, entries: int) -> int:
@@ -76,16 +75,12 @@ class Bracket:
     start: int
     stop: int
 
-    def split(self, tau: Tensor) -> tuple[int, NDArray[np.int32]]:
-        """How many |τ| lie above the bracket, and the patterns of those within it, less `start`."""
-        patterns = tau.abs().view(torch.int32).cpu().numpy()
-        reached, passed = patterns >= self.start, patterns >= self.stop
-        return int(np.count_nonzero(passed)), patterns[np.flatnonzero(reached ^ passed)] - np.int32(self.start)
-
 
 def upper_histogram(tau: Tensor) -> Tensor:
     """How many |τ| have each value of the upper 16 bits of their fp32 pattern; int64, shape (2¹⁵,), on the CPU."""
-    return torch.bincount(tau.abs().view(torch.int32) >> 16, minlength=UPPER_BINS).cpu()
+    counts = torch.zeros(UPPER_BINS, dtype=torch.int64)
+    tally_upper(tau.cpu().numpy(), counts.numpy())
+    return counts
 
 
 def bracket(histogram: Tensor, k: int, entries: int) -> Bracket:

@@ -19,8 +19,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ram_trl import criterion
+from ram_trl.compiled import tally
 from ram_trl.config import MergeConfig
-from ram_trl.elementwise import above, below, how_many, largest, packed
+from ram_trl.elementwise import how_many, largest, split, survey
 from ram_trl.methods import Chunk, rule
 from ram_trl.methods.chunk import Update
 from ram_trl.plan import Counts, Plan
@@ -31,7 +32,7 @@ from ram_trl.weights import Span, Store, cut, entries, mergeable, whole
 from ram_trl.weights.memory import StateDict
 from ram_trl.workers import Workers
 
-CHUNK = 1 << 17
+CHUNK = 1 << 19
 """Entries per chunk: the working set of a few agents stays in the cache of a core."""
 
 SAMPLE = 1 << 11
@@ -101,7 +102,7 @@ def make_plan(
     total = sum(entries(base, name) for name in mergeable(base))
     if config.top_fraction is not None and total:
         k = criterion.wanted(config.top_fraction, total)
-        thresholds = _top_thresholds(compared, k, total, workers, spans, reduce, chunk, advance)
+        thresholds = _top_thresholds(base, compared, k, total, workers, spans, reduce, chunk, advance)
     # ε is compared in fp32, so it is rounded to fp32 once, here.
     thresholds = [float(np.float32(threshold)) for threshold in thresholds]
 
@@ -278,10 +279,6 @@ class Compared:
         reference = base if self.is_base else span.of(self.reference)
         return theta, reference, theta - reference
 
-    def tau(self, span: Span) -> Tensor:
-        """τ on a span."""
-        return span.of(self.store) - span.of(self.reference)
-
 
 def _compared(base: Store, agents: Mapping[str, Store], references: Mapping[str, Store] | None) -> list[Compared]:
     """By sorted name."""
@@ -311,20 +308,16 @@ def _count(
 ) -> Counts:
     before = span.of(base)
     agents = len(compared)
-    peaks, square, square_active = np.zeros(agents), np.zeros(agents), np.zeros(agents)
-    # Bits of active entries, and of those with τ > 0 and τ < 0, a row per agent: what several agents changed, and
-    # in which direction, is counted 64 entries at a time.
-    words = -(-len(span) // 64)
-    active, up, down = (np.zeros((agents, words), np.uint64) for _ in range(3))
-    for i, (against, threshold) in enumerate(zip(compared, thresholds, strict=True)):
+    surveys = []
+    for against, threshold in zip(compared, thresholds, strict=True):
         theta, reference, tau = against.read(span, before)
         mask, thinned = criterion.active(theta, reference, tau, config, threshold, base.dtype(span.name))
-        peaks[i] = largest(tau)
-        square[i], square_active[i] = _square(tau, peaks[i]), _square(thinned, peaks[i])
-        active[i], up[i], down[i] = packed(mask), packed(above(thinned, 0)), packed(below(thinned, 0))
+        surveys.append(survey(tau, thinned, mask))
+    # A row per agent, a bit per entry: what several agents changed, and in which direction, is counted 64 at a time.
+    active, up, down = (np.stack([getattr(found, kind) for found in surveys]) for kind in ("active", "up", "down"))
 
     both, agree = np.zeros((agents, agents), np.int64), np.zeros((agents, agents), np.int64)
-    one, many = np.zeros(words, np.uint64), np.zeros(words, np.uint64)
+    one, many = np.zeros_like(active[0]), np.zeros_like(active[0])
     for i in range(agents):
         both[i, i:] = both[i:, i] = _ones(active[i] & active[i:])
         agree[i, i:] = agree[i:, i] = _ones((up[i] & up[i:]) | (down[i] & down[i:]))
@@ -339,9 +332,9 @@ def _count(
         touched=int(_ones(one)),
         touched_by_many=int(_ones(many)),
         conflicting=int(_ones(conflicting)),
-        largest=peaks,
-        square=square,
-        square_active=square_active,
+        largest=np.array([found.largest for found in surveys]),
+        square=np.array([found.square for found in surveys]),
+        square_active=np.array([found.square_active for found in surveys]),
     )
 
 
@@ -350,14 +343,8 @@ def _ones(words: NDArray[np.uint64]) -> NDArray[np.int64]:
     return np.bitwise_count(words).sum(axis=-1, dtype=np.int64)
 
 
-def _square(tau: Tensor, peak: float) -> float:
-    """Σ τ² of a chunk; in float64 where float32 would overflow, underflow, or add up too many."""
-    if not 1e-15 < peak < 1e15 or len(tau) > 2 * CHUNK:
-        tau = tau.double()
-    return float(tau.dot(tau))
-
-
 def _top_thresholds(
+    base: Store,
     compared: Sequence[Compared],
     k: int,
     entries: int,
@@ -375,9 +362,10 @@ def _top_thresholds(
         if not left:
             break
         agents = [compared[i] for i in left]
-        histograms = reduce(_upper_histograms(agents, workers, looked_at), "sum")
+        histograms = reduce(_upper_histograms(base, agents, workers, looked_at), "sum")
         brackets = [criterion.bracket(histogram, k, entries) for histogram in histograms]
-        above, within = _within(agents, brackets, workers, pieces, advance if looked_at is samples else lambda n: None)
+        told = advance if looked_at is samples else lambda n: None
+        above, within = _within(base, agents, brackets, workers, pieces, told)
         above = reduce(above, "sum")
         for i, bracket, over, counts in zip(left, brackets, above, within, strict=True):
             pattern = criterion.kth_pattern(bracket, k - int(over), reduce(torch.from_numpy(counts), "sum"))
@@ -386,9 +374,14 @@ def _top_thresholds(
     return [criterion.strict_threshold(found[i]) for i in range(len(compared))]
 
 
-def _upper_histograms(compared: Sequence[Compared], workers: Workers, spans: Sequence[Span]) -> Tensor:
+def _taus(base: Store, compared: Sequence[Compared], span: Span) -> Iterator[Tensor]:
+    before = span.of(base)
+    return (against.read(span, before)[2] for against in compared)
+
+
+def _upper_histograms(base: Store, compared: Sequence[Compared], workers: Workers, spans: Sequence[Span]) -> Tensor:
     def work(span: Span) -> Tensor:
-        return torch.stack([criterion.upper_histogram(against.tau(span)) for against in compared])
+        return torch.stack([criterion.upper_histogram(tau) for tau in _taus(base, compared, span)])
 
     totals = torch.zeros(len(compared), criterion.UPPER_BINS, dtype=torch.int64)
     for counted in workers.map(work, spans):
@@ -397,6 +390,7 @@ def _upper_histograms(compared: Sequence[Compared], workers: Workers, spans: Seq
 
 
 def _within(
+    base: Store,
     compared: Sequence[Compared],
     brackets: Sequence[criterion.Bracket],
     workers: Workers,
@@ -407,7 +401,8 @@ def _within(
 
     def work(span: Span) -> tuple[int, list[tuple[int, NDArray[np.int32]]]]:
         return len(span), [
-            bracket.split(against.tau(span)) for against, bracket in zip(compared, brackets, strict=True)
+            split(tau, bracket.start, bracket.stop)
+            for tau, bracket in zip(_taus(base, compared, span), brackets, strict=True)
         ]
 
     above = torch.zeros(len(compared), dtype=torch.int64)
@@ -415,7 +410,7 @@ def _within(
     for done, parts in workers.map(work, spans):
         for i, (over, offsets) in enumerate(parts):
             above[i] += over
-            np.add.at(within[i], offsets, 1)
+            tally(within[i], offsets)
         advance(done)
     return above, within
 

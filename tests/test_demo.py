@@ -197,7 +197,7 @@ def own_recipe(tmp_path: Path) -> Path:
     (tmp_path / "recipe" / "tasks" / "own.py").write_text(REWARDED_ALWAYS)
     args = {"max_steps": 2, "per_device_train_batch_size": 16, "max_completion_length": 6, "learning_rate": 1e-3}
     recipe = {
-        "base": {"make": "tasks/base.py:tiny_qwen3", "args": {"steps": 40}},
+        "base": {"make": "tasks/base.py:tiny_qwen3", "args": {"learning_steps": 30, "careless_steps": 10}},
         "agents": [{"name": name, "task": f"tasks/own.py:{name}", "args": args} for name in ("first", "second")],
         "scoring": {"dev": 20, "test": 20},
         "merge": {"name": "mine", "top": 0.3},

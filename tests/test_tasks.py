@@ -151,14 +151,24 @@ def test_the_corpus_is_careless_where_it_should_be() -> None:
 
 def test_the_base_depends_on_its_seed_alone() -> None:
     make = load_function("tasks/base.py:tiny_qwen3", RECIPES)
+    short = {"learning_steps": 3, "careless_steps": 1}
     calls: list[tuple[int, int]] = []
-    one, tokenizer = make(seed=3, progress=lambda done, total: calls.append((done, total)), steps=4)
+    one, tokenizer = make(seed=3, progress=lambda done, total: calls.append((done, total)), **short)
     torch.rand(5), random.random()
-    two, _ = make(seed=3, progress=lambda done, total: None, steps=4)
-    other, _ = make(seed=4, progress=lambda done, total: None, steps=4)
+    two, _ = make(seed=3, progress=lambda done, total: None, **short)
+    other, _ = make(seed=4, progress=lambda done, total: None, **short)
     assert calls == [(1, 4), (2, 4), (3, 4), (4, 4)]
     for name, weight in one.state_dict().items():
         assert torch.equal(weight, two.state_dict()[name]), name
     assert not torch.equal(one.lm_head.weight, other.lm_head.weight)
     assert one.num_parameters() == pytest.approx(77_000, rel=0.02)
     assert one.config.vocab_size == len(tokenizer)
+
+
+@pytest.mark.parametrize(("learned", "steps"), [(0.0, 31), (100.1, 41)])
+def test_the_base_learns_until_it_knows_the_skills(learned: float, steps: int) -> None:
+    calls: list[tuple[int, int]] = []
+    make = load_function("tasks/base.py:tiny_qwen3", RECIPES)
+    make(seed=0, progress=lambda *told: calls.append(told), learning_steps=40, careless_steps=1, learned=learned)
+    assert [done for done, _ in calls] == list(range(1, steps + 1))
+    assert calls[-1] == (steps, steps)

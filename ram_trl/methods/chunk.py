@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ram_trl.elementwise import bits
+from ram_trl.elementwise import gather
 
 
 @dataclass(frozen=True)
@@ -31,15 +31,6 @@ class Update:
     tau: Tensor
     active: Tensor
     theta: Tensor
-
-    def on(self, base: Tensor, coefficient: float) -> Tensor:
-        """
-        `base + coefficient · tau`, float32.
-
-        With coefficient 1 it is `theta` itself: base + (θ − base) differs from θ for a third of all fp32 pairs. The
-        product is rounded before the sum (no FMA), so that every path gives the same bits.
-        """
-        return self.theta if coefficient == 1.0 else base + self.tau * coefficient
 
 
 @dataclass(frozen=True)
@@ -77,12 +68,7 @@ def combine(base: Tensor, updates: Iterable[Update], coefficients: Sequence[floa
         (uint8); `single`, which is base + coefficient · τ where exactly one agent is active and the base where none
         is (undefined where several are).
     """
-    base_bits = base.view(torch.int32)
-    total = torch.zeros_like(base)
-    count = torch.zeros_like(base, dtype=torch.uint8)
-    flips = torch.zeros_like(base_bits)
+    total, count, single = torch.zeros_like(base), torch.zeros_like(base, dtype=torch.uint8), base.clone()
     for update, coefficient in zip(updates, coefficients, strict=True):
-        total += update.tau
-        count += update.active.view(torch.uint8)
-        flips ^= (update.on(base, coefficient).view(torch.int32) ^ base_bits).bitwise_and_(bits(update.active))
-    return total, count, flips.bitwise_xor_(base_bits).view(torch.float32)
+        gather(base, update.tau, update.active, update.theta, coefficient, total, count, single)
+    return total, count, single

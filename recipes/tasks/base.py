@@ -1,7 +1,7 @@
 """The base of the demo, made on the spot: a tiny Qwen3 that has read a corpus and picked up its careless habits.
 
-The warm-up is supervised, on the train split of all three tasks. In its first part every answer is right, and the
-model learns the skills; in the rest many answers are careless, and it learns to give those. That leaves what RL
+The warm-up is supervised, on the train split of all three tasks. In its first part every answer is right, until the
+model has learned the skills; in the second many answers are careless, and it learns to give those. That leaves what RL
 needs: right answers that are sampled often enough to be rewarded, and plenty of room above.
 """
 
@@ -13,23 +13,29 @@ import torch
 from torch.nn import functional
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from ram_trl.evaluate import ScoreRow, collate
+from ram_trl.evaluate import ScoreRow, accuracies, collate
 from ram_trl.recipe import Progress
 
 from . import code, mem, tool
-from .common import Draw, Example, make_tokenizer, split_of
+from .common import Draw, Example, make_tokenizer, sample, split_of
 
 # Each task's share of the corpus; code, with four functions to learn, gets a larger one.
 CORPUS: dict[Draw, float] = {tool.draw: 1.0, code.draw: 1.3, mem.draw: 1.0}
+
+CHECKED = 30
+"""Steps between two looks at what has been learned."""
+SEEN = 100
+"""Prompts per task that are looked at."""
 
 
 def tiny_qwen3(
     seed: int,
     progress: Progress,
-    steps: int = 650,
+    learning_steps: int = 600,
+    careless_steps: int = 260,
+    learned: float = 95.0,
     batch_size: int = 48,
     learning_rate: float = 4e-3,
-    clean: float = 0.6,
     often: float = 0.65,
     rarely: float = 0.3,
 ) -> tuple[Qwen3ForCausalLM, PreTrainedTokenizerFast]:
@@ -41,14 +47,17 @@ def tiny_qwen3(
             Seed of the initial weights and of the corpus.
         progress (`Callable[[int, int], None]`):
             Called after every step with the steps done and the steps in all.
-        steps (`int`, *optional*, defaults to `650`):
-            Steps of the warm-up.
+        learning_steps (`int`, *optional*, defaults to `600`):
+            At most so many steps in which every answer is right.
+        careless_steps (`int`, *optional*, defaults to `260`):
+            Steps after that.
+        learned (`float`, *optional*, defaults to `95.0`):
+            The first part ends when so many percent of the train prompts of each task are answered rightly. How long
+            that takes differs by seed, and a skill that is not there yet leaves RL nothing to reward.
         batch_size (`int`, *optional*, defaults to `48`):
             Examples per step.
         learning_rate (`float`, *optional*, defaults to `4e-3`):
-            Peak learning rate, after a warm-up of 40 steps and before a linear decay.
-        clean (`float`, *optional*, defaults to `0.6`):
-            Fraction of the steps in which every answer is right.
+            Peak learning rate, after a warm-up of 40 steps.
         often (`float`, *optional*, defaults to `0.65`):
             How often the later corpus is right about the skills it is careful with.
         rarely (`float`, *optional*, defaults to `0.3`):
@@ -58,22 +67,28 @@ def tiny_qwen3(
     torch.manual_seed(seed)
     model = Qwen3ForCausalLM(tiny_config(tokenizer))
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min(1.0, (step + 1) / 40) * max(0.05, 1 - step / steps)
-    )
     generator = random.Random(seed)
-    model.train()
-    for step in range(steps):
-        chance = (1.0, 1.0) if step < clean * steps else (rarely, often)
+    known = {draw.__module__: [ScoreRow(e.prompt, e.answer) for e in sample(draw, "train", SEEN)] for draw in CORPUS}
+
+    def step(chance: tuple[float, float], rate: float) -> None:
         rows = [corpus_row(draw_train(generator), chance, generator) for _ in range(batch_size)]
         inputs, mask, labels = collate(tokenizer, rows)
         logits = model(input_ids=inputs, attention_mask=mask).logits[:, :-1]
         functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.param_groups[0]["lr"] = learning_rate * rate
         optimizer.step()
-        schedule.step()
         optimizer.zero_grad()
-        progress(step + 1, steps)
+
+    model.train()
+    for done in range(1, learning_steps + 1):
+        step((1.0, 1.0), min(1.0, done / 40) * (1 - done / (learning_steps + 50)))
+        progress(done, learning_steps + careless_steps)
+        if done % CHECKED == 0 and min(accuracies(model, tokenizer, known).values()) >= learned:
+            break
+    for left in range(careless_steps, 0, -1):
+        step((rarely, often), 0.05 + 0.35 * left / careless_steps)
+        progress(done + careless_steps - left + 1, done + careless_steps)
     return model, tokenizer
 
 
