@@ -63,9 +63,12 @@ class Supervised(TrainerCallback):
             Folder of the run.
         merge_every (`int`):
             Optimizer steps between merges.
+        saves (`bool`):
+            Whether its trainer can go on from a checkpoint; TRL's PPO cannot.
     """
 
-    def __init__(self, agent: str, out: Path, merge_every: int) -> None:
+    def __init__(self, agent: str, out: Path, merge_every: int, saves: bool) -> None:
+        self._saves = saves
         self._path = agent_folder(out, agent) / "progress.json"
         self._stop = out / STOP
         self._agent = agent
@@ -85,6 +88,8 @@ class Supervised(TrainerCallback):
         # This callback comes before the merging one, which waits for other agents.
         self._tell("merging" if state.global_step % self._merge_every == 0 else "training", state)
         if self._team.share(self._stop.exists() if self._team.first else None):
+            if not self._saves:
+                raise StopRequested(f"agent '{self._agent}' ends at step {state.global_step}")
             self._stopping = True
             control.should_save = True
 
@@ -185,7 +190,8 @@ def train_agent(
     own = agent_folder(out, agent.name)
     knobs = recipe.continual.knobs()
     trainer: Trainer = build_trainer(agent, task, recipe, base, own, on_cpu)
-    trainer.add_callback(Supervised(agent.name, out, recipe.continual.merge_every))
+    saves = agent.trainer != "ppo"
+    trainer.add_callback(Supervised(agent.name, out, recipe.continual.merge_every, saves))
     attach(
         trainer,
         hub=hub,
@@ -199,11 +205,10 @@ def train_agent(
         **knobs,
     )
     checkpoint = whole_checkpoint(own) if resume else None
-    if agent.trainer == "ppo":
-        # TRL's PPO cannot resume: it starts again, from the newest generalist.
-        trainer.train()
-    else:
+    if saves:
         trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+    else:
+        trainer.train()  # on resuming, from the newest generalist
     del trainer
     gc.collect()
     if torch.cuda.is_available():

@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, Trainer, set_seed
 
 from ram_trl.jobs import known_args
+from ram_trl.judge import Judge
 from ram_trl.recipe import AgentSection, Recipe, Task
 
 VLLM_PORTS = "RAM_TRL_VLLM_PORTS"
@@ -62,7 +63,7 @@ def trainer_args(agent: AgentSection, recipe: Recipe, folder: Path, on_cpu: bool
         "bf16": os.environ.get("ACCELERATE_MIXED_PRECISION", "no") == "bf16",
     }
     if agent.trainer == "ppo":
-        own |= {"save_strategy": "no"}
+        own |= {"save_strategy": "no", "num_sample_generations": 0}  # it cannot resume, so it need not save
     ports = dict(pair.split("=") for pair in os.environ.get(VLLM_PORTS, "").split(",") if pair)
     if agent.args.get("use_vllm") and agent.name in ports and "vllm_group_port" in known:
         own["vllm_group_port"] = int(ports[agent.name])
@@ -111,7 +112,9 @@ def _ppo(agent: AgentSection, task: Task, base: Path, args: Mapping[str, Any], t
         processing_class=tokenizer,
         model=policy(),
         ref_model=policy() if lora is None else None,
-        reward_model=classifier(task.reward_model),
+        reward_model=classifier(task.reward_model)
+        if task.reward_model is not None
+        else Judge(task.rewards, task.train, tokenizer),
         value_model=classifier(base),
         train_dataset=prompts,
         eval_dataset=prompts.select(range(min(8, len(prompts)))),
