@@ -90,12 +90,6 @@ def _ppo(agent: AgentSection, task: Task, base: Path, args: Mapping[str, Any], t
     from transformers import AutoModelForSequenceClassification
     from trl.experimental.ppo import PPOConfig, PPOTrainer
 
-    if task.reward_model is None:
-        raise ValueError(
-            f"agent '{agent.name}': TRL's PPO scores with a model, but its task has no reward_model; give the task "
-            "one, or train with grpo or rloo"
-        )
-
     config = PPOConfig(**args)
 
     def policy() -> Any:
