@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import inspect
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -207,12 +208,13 @@ def _problems_of_agents(recipe: Recipe, folder: Path) -> Iterator[str]:
         yield "continual is missing: launched agents merge while they train; give at least continual.merge_every"
     else:
         ContinualConfig(merge=recipe.merge.config, **recipe.continual.knobs())
-    for name in [recipe.base.make] if recipe.base.make else []:
-        yield from _problem_of_function(name, folder, "base.make")
+    if recipe.base.make is not None:
+        own = {"seed": recipe.seed, "progress": None} | recipe.base.args
+        yield from _problem_of_function(recipe.base.make, folder, "base.make", own)
     peft = importlib.util.find_spec("peft") is not None
     fields: dict[str, dict[str, Any]] = {}
     for agent in recipe.agents:
-        yield from _problem_of_function(agent.task, folder, f"agent '{agent.name}': task")
+        yield from _problem_of_function(agent.task, folder, f"agent '{agent.name}': task", agent.task_args)
         try:
             fields[agent.trainer] = fields.get(agent.trainer) or known_args(agent.trainer)
         except ValueError as error:
@@ -232,11 +234,13 @@ def _problems_of_agents(recipe: Recipe, folder: Path) -> Iterator[str]:
                 yield f"agent '{agent.name}': peft.{name} is not a field of peft's LoraConfig"
 
 
-def _problem_of_function(name: str, folder: Path, where: str) -> Iterator[str]:
+def _problem_of_function(name: str, folder: Path, where: str, arguments: Mapping[str, Any]) -> Iterator[str]:
     try:
-        load_function(name, folder)
+        inspect.signature(load_function(name, folder)).bind(**arguments)
     except ValueError as error:
         yield f"{where}: {error}"
+    except TypeError as error:
+        yield f"{where}: '{name}' cannot be called with the recipe's arguments: {error}"
 
 
 def _groups(recipe: Recipe, problems: list[str]) -> dict[str, list[AgentSection]]:

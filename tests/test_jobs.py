@@ -176,6 +176,7 @@ def test_all_mistakes_of_all_agents_are_told_at_once(tmp_path):
         {
             "agents.tool.args.learning_rat": 1,
             "agents.code.task": "tests.small_run:nothing",
+            "agents.tool.task_args": {"rows": 3},
             "agents.mem.peft": {"rank": 8},
             "agents.mem.args.num_generations": 3,
             "base": {"make": "tasks/none.py:none"},
@@ -185,13 +186,14 @@ def test_all_mistakes_of_all_agents_are_told_at_once(tmp_path):
     for sentence in (
         "args.learning_rat is not a field of TRL's GRPOConfig",
         "tests.small_run has no function 'nothing'",
+        "'tests.small_run:tool' cannot be called with the recipe's arguments: got an unexpected keyword",
         "peft.rank is not a field of peft's LoraConfig",
         "4 completions per generation (4 per device × 1 processes × 1 steps) cannot be split into groups of",
         "base.make: 'tasks/none.py:none' names",
         "continual is missing",
     ):
         assert sentence in told
-    assert "6 problems; nothing was started" in told
+    assert "7 problems; nothing was started" in told
 
 
 def test_ppo_says_which_trl_has_it(tmp_path):
