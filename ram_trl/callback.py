@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 
 KEY = "ram_trl"
 """Under which the state travels in a checkpoint's `trainer_state.json`: written with it, in one piece."""
+HELD = ("model", "model_wrapped", "optimizer", "ref_model", "reward_model")
+"""What trainers hold on their device; not every trainer has all of these."""
 RESIDUAL_FILE = "ram_residual.safetensors"
 
 
@@ -209,7 +211,7 @@ class RAMCallback(TrainerCallback):
         trainer = self.trainer
         if not self.park or trainer is None:
             return nullcontext()
-        return parked(trainer.model_wrapped, trainer.optimizer, getattr(trainer, "ref_model", None))
+        return parked(*(getattr(trainer, name, None) for name in HELD))
 
     # ---- helpers ------------------------------------------------------------------------------------------------
 
