@@ -48,8 +48,8 @@ def complete(hub: Hub, base: Path) -> int:
         logger.info("making the state of round %d", decision.round)
         with Workers() as workers:
             rounds.make_state(decision, list(whole(rounds.state(decision.round - 1))), workers)
-    if decisions and hub.latest() != len(decisions):
-        export_round(hub, len(decisions), base)
+    if decisions:
+        export_round(hub, len(decisions), base)  # does nothing if it is there
     return len(decisions)
 
 

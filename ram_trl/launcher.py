@@ -3,8 +3,9 @@ Runs the jobs of a plan, and stays with them: logs, a live table, restarts, hang
 
 What happens when something dies:
 - A job (any of its ranks): all its processes are ended, and it is started again from its agents' newest whole
-  checkpoints, up to `restarts` times, each time after a longer pause. After that its agents are given up in the hub:
-  nobody waits for them, the others finish, and the exit code and the report say so.
+  checkpoints, up to `restarts` times, each time after a longer pause. After that, or if it raises the same error twice
+  without a step in between, its agents are given up in the hub: nobody waits for them, the others finish, and the exit
+  code and the report say so.
 - A job without any progress for `hang_after` seconds counts as dead.
 - The launcher itself: its jobs die with it. `--resume` goes on from the checkpoints.
 - Ctrl-C: every job saves a checkpoint at its next step and ends; jobs that only wait are ended at once. A second
@@ -46,16 +47,20 @@ TICK = 0.1
 GRACE = 120.0
 """Seconds that jobs have to save a checkpoint and end after Ctrl-C."""
 
+OLD_LOCK = 10.0
+"""Minutes."""
+
 ROOT_CAUSE = re.compile(r"Root Cause.*?rank\s*:\s*(\d+).*?exitcode\s*:\s*(-?\d+)", re.DOTALL)
 
 
 @dataclass
 class Failure:
-    """Why a job ended: which rank, of what."""
+    """Why a job ended: which rank, of what, and whether the rank itself raised it."""
 
     job: str
     rank: int | None
     cause: str
+    raised: bool = False
 
     def __str__(self) -> str:
         where = "" if self.rank is None else f", rank {self.rank}"
@@ -75,6 +80,7 @@ class RunningJob:
     moved: float = 0.0
     progress: dict[str, Any] = field(default_factory=dict)
     read: int = 0
+    died_at: tuple[str, dict[str, Any]] | None = None
     failures: list[Failure] = field(default_factory=list)
 
 
@@ -135,6 +141,13 @@ class Launcher:
             if b"launch" in Path(f"/proc/{holder}/cmdline").read_bytes() and holder != os.getpid():
                 raise RuntimeError(f"another launcher (process {holder}) is running {out}; stop it first")
         lock.write_text(str(os.getpid()), encoding="utf-8")
+        if self.plan.hardware.kind == "DEEPSPEED":
+            for left in stale_locks():
+                self._board.say(
+                    "launcher",
+                    f"{left} is older than {OLD_LOCK:g} minutes: a build of DeepSpeed that was killed leaves such a "
+                    "lock, and every later one waits for it; remove it if nothing is being built",
+                )
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         self._stops += 1
@@ -216,9 +229,14 @@ class Launcher:
         launch = self.plan.recipe.launch
         job.failures.append(failure)
         self._board.say("launcher", str(failure))
-        if job.restarts >= launch.restarts:
+        steps = {agent: held.get("step") for agent, held in job.progress.items()}
+        # What raises the same again, without a step in between, will raise it for ever.
+        hopeless = failure.raised and job.died_at == (failure.cause, steps)
+        job.died_at = (failure.cause, steps)
+        if job.restarts >= launch.restarts or hopeless:
             job.state = "failed"
-            self._board.say("launcher", f"job '{job.job.name}' is given up after {job.restarts} restarts")
+            why = "it fails the same way each time" if hopeless else f"after {job.restarts} restarts"
+            self._board.say("launcher", f"job '{job.job.name}' is given up: {why}")
             if (self.plan.hub / "hub.json").exists():
                 for agent in job.job.agents:
                     if not self.hub.is_done(agent):
@@ -251,7 +269,7 @@ class Launcher:
                 told.append(json.loads(path.read_text(encoding="utf-8")))
         if told:
             first = min(told, key=lambda failure: float(failure["time"]))
-            return Failure(job.job.name, int(first["rank"]), first["cause"])
+            return Failure(job.job.name, int(first["rank"]), first["cause"], raised=True)
         tail = self._log(job).read_bytes()[-40000:].decode(errors="replace")
         found = ROOT_CAUSE.search(tail)
         if found is not None:
@@ -304,7 +322,7 @@ class Launcher:
         failed = [job for job in self._jobs if job.state == "failed"]
         stopped = any(job.state == "stopped" for job in self._jobs)
         (self.plan.out / "launcher.pid").unlink(missing_ok=True)
-        if not stopped and (self.plan.hub / "hub.json").exists():
+        if not stopped and (self.plan.hub / "hub.json").exists() and self._may_be_incomplete():
             self._complete()
         for job in self._jobs:
             for failure in job.failures:
@@ -322,6 +340,14 @@ class Launcher:
             self._console.print(f"report: {report}", soft_wrap=True)
         return 1 if failed else 0
 
+    def _may_be_incomplete(self) -> bool:
+        """Whether something died in this run, or an export is missing."""
+        return (
+            self._resume
+            or any(job.failures for job in self._jobs)
+            or not self.hub.generalist_folder(len(self.hub.decisions())).exists()
+        )
+
     def _complete(self) -> None:
         """What killed jobs may have left undone at the very end: a last round, its state, its export."""
         command = [sys.executable, "-m", "ram_trl.completing", str(self.plan.hub), str(self._base())]
@@ -332,6 +358,13 @@ class Launcher:
 
     def _base(self) -> Path:
         return base_of(self.plan)
+
+
+def stale_locks() -> list[Path]:
+    """Locks in the cache of torch's extensions that nobody can be holding for so long."""
+    cache = os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions"
+    now = time.time()
+    return [path for path in sorted(Path(cache).glob("**/lock")) if now - path.stat().st_mtime > 60 * OLD_LOCK]
 
 
 def base_of(plan: Plan) -> Path:

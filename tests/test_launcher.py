@@ -161,10 +161,12 @@ def test_parking_changes_nothing(tmp_path):
 
 
 def test_an_agent_that_stays_dead_is_named_and_the_others_finish(tmp_path):
-    recipe = small_run.recipe(tmp_path, agents=TWO, restarts=1)
+    recipe = small_run.recipe(tmp_path, agents=TWO, restarts=9)
     told = finish(start(recipe, "--set", "agents.code.task=tests.small_run:broken"), recipe, code=1)
     assert "failed: job 'code', rank 0: RuntimeError: the data is gone" in told
-    assert "job 'code' is given up" in told
+    assert "job 'code' is given up: it fails the same way each time" in told
+    report = (tmp_path / "run" / "report" / "report.md").read_text()
+    assert "Agent 'code' was given up: job 'code', rank 0: RuntimeError: the data is gone" in report
     hub = Hub(tmp_path / "run" / "hub")
     assert hub.is_done("tool")
     assert "the data is gone" in (hub.gave_up("code") or "")
