@@ -23,6 +23,7 @@ from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
 from ram_trl import turns
 from tests import models
+from tests.distributed.sharded import prepare
 from tests.test_callback import letters_of
 
 UNLIKE: dict[str, dict[str, Any]] = {
@@ -120,7 +121,7 @@ def run(
 
 def main() -> None:
     folder, kind = Path(sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else "grpo"
-    torch.set_num_threads(1)
+    prepare()
     base = folder / "base"
     found = {
         "alone": run(["tool"], base, folder, kind) | run(["code"], base, folder, kind),
