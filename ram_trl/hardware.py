@@ -111,7 +111,7 @@ class Hardware:
         if self.deepspeed:
             # DeepSpeed's file says it; accelerate refuses to hear it twice.
             del own["mixed_precision"]
-        return {**self.values, **own, "gpu_ids": None} if self.on_cpu else {**self.values, **own}
+        return {**self.values, **own, "gpu_ids": None if self.on_cpu else "all"}  # CUDA_VISIBLE_DEVICES says which
 
 
 def read_hardware(name: str, folder: Path) -> Hardware:
@@ -157,6 +157,8 @@ def hardware_problems(hardware: Hardware, processes: int) -> Iterator[str]:
             f"{name}: use_cpu with distributed_type {kind}: accelerate would silently start one process and ignore "
             f"{kind}; take cpu_ddp, cpu_zero2 or cpu_zero3, or leave use_cpu out"
         )
+    if values.get("gpu_ids") not in (None, "all"):
+        yield f"{name}: gpu_ids is {values['gpu_ids']}; say which GPUs an agent uses in the recipe (agents[].devices)"
     if kind == "MULTI_GPU" and processes == 1:
         yield f"{name}: distributed_type is MULTI_GPU, but jobs have one process; take single_gpu"
     if kind == "FSDP" and (values.get("fsdp_config") or {}).get("fsdp_version", 1) != 2:

@@ -19,6 +19,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from ram_trl.callback import attach
 from ram_trl.evaluate import ExactScorer, Scorer
 from ram_trl.files import folder_in_one_piece, write_json
-from ram_trl.hardware import read_hardware
+from ram_trl.hardware import Hardware, read_hardware
 from ram_trl.hub import Hub
 from ram_trl.recipe import AgentSection, Recipe, Task, load_function, load_recipe
 from ram_trl.team import Team
@@ -50,6 +51,14 @@ STOP = "stop"
 
 class StopRequested(RuntimeError):
     """The launcher asked the job to end; every agent that was training has saved a checkpoint."""
+
+
+class AgentError(RuntimeError):
+    """The training of an agent failed."""
+
+    def __init__(self, agent: str, error: Exception) -> None:
+        self.agent = agent
+        super().__init__(f"{type(error).__name__}: {error}")
 
 
 class Supervised(TrainerCallback):
@@ -181,30 +190,69 @@ def scorer_of(agent: AgentSection, task: Task, recipe: Recipe) -> Scorer | Exact
     return ExactScorer(agent.name, tuple(task.rows("dev", recipe.scoring.dev)))
 
 
-def train_agent(
-    agent: AgentSection, recipe: Recipe, folder: Path, base: Path, out: Path, hub: Path, resume: bool, on_cpu: bool
-) -> None:
-    """Trains an agent to its end; on resuming, from its newest whole checkpoint. Collective: all ranks of the job."""
+@dataclass(frozen=True)
+class Run:
+    """
+    What the agents of a job have in common.
+
+    Args:
+        recipe ([`Recipe`]), folder (`Path`):
+            The recipe, and where its files are.
+        base (`Path`), out (`Path`), hub (`Path`):
+            Folders of the base, of the run, and of the hub.
+        hardware ([`Hardware`]):
+            The layout.
+        resume (`bool`):
+            Go on from the newest whole checkpoints.
+    """
+
+    recipe: Recipe
+    folder: Path
+    base: Path
+    out: Path
+    hub: Path
+    hardware: Hardware
+    resume: bool
+
+
+def train_agent(agent: AgentSection, run: Run) -> None:
+    """
+    Trains an agent to its end. Collective: all ranks of the job.
+
+    Raises:
+        `AgentError`: from what went wrong.
+        `StopRequested`: if the launcher asked for it.
+    """
+    try:
+        _train(agent, run)
+    except StopRequested:
+        raise
+    except Exception as error:
+        raise AgentError(agent.name, error) from error
+
+
+def _train(agent: AgentSection, run: Run) -> None:
+    recipe, out = run.recipe, run.out
     assert recipe.continual is not None
-    task = load_function(agent.task, folder)(**agent.task_args)
+    task = load_function(agent.task, run.folder)(**agent.task_args)
     own = agent_folder(out, agent.name)
     knobs = recipe.continual.knobs()
-    trainer: Trainer = build_trainer(agent, task, recipe, base, own, on_cpu)
+    trainer: Trainer = build_trainer(agent, task, recipe, run.base, own, run.hardware)
     saves = agent.trainer != "ppo"
     trainer.add_callback(Supervised(agent.name, out, recipe.continual.merge_every, saves))
     attach(
         trainer,
-        hub=hub,
+        hub=run.hub,
         agent=agent.name,
-        base=base,
+        base=run.base,
         config=recipe.merge.config,
         agents=tuple(each.name for each in recipe.agents),
         scorer=scorer_of(agent, task, recipe),
-        resume=resume,
+        resume=run.resume,
         park=recipe.launch.park,
         **knobs,
     )
-    checkpoint = whole_checkpoint(own) if resume else None
+    checkpoint = whole_checkpoint(own) if run.resume else None
     if saves:
         trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     else:
@@ -240,10 +288,8 @@ def run_job(arguments: argparse.Namespace) -> None:
     base = ensure_base(recipe, folder, out, first=os.environ.get("RANK", "0") == "0")
     if arguments.resume:
         names = [name for name in names if not finished(Hub(hub), name)]
-    works: dict[str, Callable[[], None]] = {
-        name: partial(train_agent, known[name], recipe, folder, base, out, hub, arguments.resume, hardware.on_cpu)
-        for name in names
-    }
+    run = Run(recipe, folder, base, out, hub, hardware, arguments.resume)
+    works: dict[str, Callable[[], None]] = {name: partial(train_agent, known[name], run) for name in names}
     if len(works) == 1:
         works[names[0]]()  # in the main thread, where signal handlers can be set
     else:
@@ -318,7 +364,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         traceback.print_exc()
         folder = os.environ.get("RAM_TRL_FAILURES")
         if folder:
-            told = {"rank": rank, "cause": f"{type(error).__name__}: {error}", "time": time.time()}
+            agent = error.agent if isinstance(error, AgentError) else None
+            cause = str(error) if agent is not None else f"{type(error).__name__}: {error}"
+            told = {"rank": rank, "agent": agent, "cause": cause, "time": time.time()}
             (Path(folder) / f"failure-rank-{rank}.json").write_text(json.dumps(told), encoding="utf-8")
         sys.stdout.flush()
         sys.stderr.flush()

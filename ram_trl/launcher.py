@@ -24,19 +24,20 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import torch
 import yaml
 from rich.console import Console
 
 from ram_trl.board import Board
 from ram_trl.files import DamagedFileError, read_json
 from ram_trl.hub import Hub, HubError
-from ram_trl.job import STOP, agent_folder, finished
-from ram_trl.jobs import Job, Plan
+from ram_trl.job import STOP, agent_folder, ensure_base, finished
+from ram_trl.jobs import Job, Plan, threads_per_process
 from ram_trl.ports import HeldPort
 from ram_trl.run_report import write_run_report
 from ram_trl.trainers import VLLM_PORTS
@@ -55,12 +56,13 @@ ROOT_CAUSE = re.compile(r"Root Cause.*?rank\s*:\s*(\d+).*?exitcode\s*:\s*(-?\d+)
 
 @dataclass
 class Failure:
-    """Why a job ended: which rank, of what, and whether the rank itself raised it."""
+    """Why a job ended: which rank, of what, whether the rank itself raised it, and in which agent's training."""
 
     job: str
     rank: int | None
     cause: str
     raised: bool = False
+    agent: str | None = None
 
     def __str__(self) -> str:
         where = "" if self.rank is None else f", rank {self.rank}"
@@ -105,11 +107,13 @@ class Launcher:
         self._jobs = [RunningJob(job) for job in plan.jobs]
         self._stopping: float | None = None
         self._stops = 0
+        self._given_up: tuple[str, ...] = ()
         self._board = Board(plan, console)
 
     def run(self) -> int:
         """Runs all jobs to their end; returns the exit code."""
         self._claim()
+        self._base = make_base(self.plan)
         before = signal.signal(signal.SIGINT, self._interrupt), signal.signal(signal.SIGTERM, self._interrupt)
         try:
             with self._board:
@@ -234,14 +238,18 @@ class Launcher:
         hopeless = failure.raised and job.died_at == (failure.cause, steps)
         job.died_at = (failure.cause, steps)
         if job.restarts >= launch.restarts or hopeless:
-            job.state = "failed"
             why = "it fails the same way each time" if hopeless else f"after {job.restarts} restarts"
-            self._board.say("launcher", f"job '{job.job.name}' is given up: {why}")
-            if (self.plan.hub / "hub.json").exists():
-                for agent in job.job.agents:
-                    if not self.hub.is_done(agent):
-                        self.hub.give_up(agent, str(failure))
-            return
+            lost = (failure.agent,) if failure.agent is not None else job.job.agents
+            self._given_up += lost
+            for agent in lost:
+                self._board.say("launcher", f"agent '{agent}' is given up: {why}")
+                if (self.plan.hub / "hub.json").exists() and not self.hub.is_done(agent):
+                    self.hub.give_up(agent, str(failure))
+            left = tuple(agent for agent in job.job.agents if agent not in lost)
+            if not left:
+                job.state = "failed"
+                return
+            job.job, job.restarts, job.died_at = replace(job.job, agents=left), 0, None
         pause = launch.backoff * 2**job.restarts
         job.restarts += 1
         job.state, job.start_at = "waiting to restart", time.monotonic() + pause
@@ -269,7 +277,7 @@ class Launcher:
                 told.append(json.loads(path.read_text(encoding="utf-8")))
         if told:
             first = min(told, key=lambda failure: float(failure["time"]))
-            return Failure(job.job.name, int(first["rank"]), first["cause"], raised=True)
+            return Failure(job.job.name, int(first["rank"]), first["cause"], raised=True, agent=first["agent"])
         tail = self._log(job).read_bytes()[-40000:].decode(errors="replace")
         found = ROOT_CAUSE.search(tail)
         if found is not None:
@@ -319,14 +327,15 @@ class Launcher:
     # ---- the end ------------------------------------------------------------------------------------------------
 
     def _conclude(self) -> int:
-        failed = [job for job in self._jobs if job.state == "failed"]
         stopped = any(job.state == "stopped" for job in self._jobs)
         (self.plan.out / "launcher.pid").unlink(missing_ok=True)
+        (self.plan.out / STOP).unlink(missing_ok=True)
         if not stopped and (self.plan.hub / "hub.json").exists() and self._may_be_incomplete():
             self._complete()
         for job in self._jobs:
             for failure in job.failures:
-                verdict = "failed" if job.state == "failed" else "was restarted"
+                lost = job.state == "failed" or failure.agent in self._given_up
+                verdict = "failed" if lost else "was restarted"
                 self._console.print(f"{verdict}: {failure}", markup=False, highlight=False, soft_wrap=True)
         if stopped:
             self._console.print("stopped; go on with --resume")
@@ -338,7 +347,7 @@ class Launcher:
         with suppress(HubError, DamagedFileError, OSError):  # the run is what counts
             report = write_run_report(self.hub, self.plan.out / "report")
             self._console.print(f"report: {report}", soft_wrap=True)
-        return 1 if failed else 0
+        return 1 if self._given_up else 0
 
     def _may_be_incomplete(self) -> bool:
         """Whether something died in this run, or an export is missing."""
@@ -350,14 +359,11 @@ class Launcher:
 
     def _complete(self) -> None:
         """What killed jobs may have left undone at the very end: a last round, its state, its export."""
-        command = [sys.executable, "-m", "ram_trl.completing", str(self.plan.hub), str(self._base())]
+        command = [sys.executable, "-m", "ram_trl.completing", str(self.plan.hub), str(self._base)]
         environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
         done = subprocess.run(command, env=environment | {"CUDA_VISIBLE_DEVICES": ""}, check=False)
         if done.returncode:
             logger.warning("the last round could not be completed; see above")
-
-    def _base(self) -> Path:
-        return base_of(self.plan)
 
 
 def stale_locks() -> list[Path]:
@@ -367,8 +373,21 @@ def stale_locks() -> list[Path]:
     return [path for path in sorted(Path(cache).glob("**/lock")) if now - path.stat().st_mtime > 60 * OLD_LOCK]
 
 
-def base_of(plan: Plan) -> Path:
-    """The base's folder, once a job has had it."""
-    from ram_trl.job import ensure_base
+def make_base(plan: Plan) -> Path:
+    """
+    The base's folder: downloaded or made before any job starts, as no job would show progress meanwhile.
 
-    return ensure_base(plan.recipe, plan.path.parent, plan.out, first=True)
+    Raises:
+        `RuntimeError`: if that fails.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(int(threads_per_process()))
+    torch.set_flush_denormal(True)  # as jobs on the CPU do, which may make it, too
+    try:
+        return ensure_base(plan.recipe, plan.path.parent, plan.out, first=True)
+    except Exception as error:
+        made = plan.recipe.base.make or plan.recipe.base.model
+        raise RuntimeError(f"the base ({made}) cannot be had: {type(error).__name__}: {error}") from error
+    finally:
+        torch.set_flush_denormal(False)
+        torch.set_num_threads(threads)

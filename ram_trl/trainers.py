@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, Trainer, set_seed
 
+from ram_trl.hardware import Hardware
 from ram_trl.jobs import known_args
 from ram_trl.judge import Judge
 from ram_trl.recipe import AgentSection, Recipe, Task
@@ -18,7 +19,9 @@ VLLM_PORTS = "RAM_TRL_VLLM_PORTS"
 """Environment variable of a job: a port per agent, as `tool=41001,code=41002`, that no other job has."""
 
 
-def build_trainer(agent: AgentSection, task: Task, recipe: Recipe, base: Path, folder: Path, on_cpu: bool) -> Trainer:
+def build_trainer(
+    agent: AgentSection, task: Task, recipe: Recipe, base: Path, folder: Path, hardware: Hardware
+) -> Trainer:
     """
     Builds an agent's trainer, without merging.
 
@@ -33,13 +36,13 @@ def build_trainer(agent: AgentSection, task: Task, recipe: Recipe, base: Path, f
             Folder of the checkpoint to start from.
         folder (`Path`):
             Where checkpoints go.
-        on_cpu (`bool`):
-            Train on the CPU.
+        hardware ([`Hardware`]):
+            The layout: CPU or GPU, and the precision.
 
     Raises:
         `ValueError`: if TRL has no such trainer, or refuses its arguments.
     """
-    args = trainer_args(agent, recipe, folder, on_cpu)
+    args = trainer_args(agent, recipe, folder, hardware)
     set_seed(args["seed"])  # adapters and value heads are drawn before the trainer seeds
     tokenizer = AutoTokenizer.from_pretrained(base, padding_side="left")
     make = {"grpo": _group, "rloo": _group, "ppo": _ppo}[agent.trainer]
@@ -48,7 +51,7 @@ def build_trainer(agent: AgentSection, task: Task, recipe: Recipe, base: Path, f
     return trainer
 
 
-def trainer_args(agent: AgentSection, recipe: Recipe, folder: Path, on_cpu: bool) -> dict[str, Any]:
+def trainer_args(agent: AgentSection, recipe: Recipe, folder: Path, hardware: Hardware) -> dict[str, Any]:
     """The arguments of an agent's trainer config: ours under the recipe's."""
     assert recipe.continual is not None
     known = known_args(agent.trainer)
@@ -60,14 +63,14 @@ def trainer_args(agent: AgentSection, recipe: Recipe, folder: Path, on_cpu: bool
         "save_strategy": "steps",
         "save_steps": recipe.continual.merge_every,
         "save_total_limit": 2,
-        "bf16": os.environ.get("ACCELERATE_MIXED_PRECISION", "no") == "bf16",
+        "bf16": hardware.precision == "bf16",
     }
     if agent.trainer == "ppo":
         own |= {"save_strategy": "no", "num_sample_generations": 0}  # it cannot resume, so it need not save
     ports = dict(pair.split("=") for pair in os.environ.get(VLLM_PORTS, "").split(",") if pair)
     if agent.args.get("use_vllm") and agent.name in ports and "vllm_group_port" in known:
         own["vllm_group_port"] = int(ports[agent.name])
-    return own | agent.args | {"output_dir": str(folder), "use_cpu": on_cpu}
+    return own | agent.args | {"output_dir": str(folder), "use_cpu": hardware.on_cpu}
 
 
 def _group(agent: AgentSection, task: Task, base: Path, args: Mapping[str, Any], tokenizer: Any) -> Trainer:

@@ -127,6 +127,7 @@ def test_several_cpu_processes_are_started_by_torchrun(tmp_path):
         ({"distributed_type": "MULTI_GPU", "use_cpu": True}, "accelerate would silently start one process"),
         ({"distributed_type": "FSDP", "use_cpu": True}, "accelerate would silently start one process"),
         ({"distributed_type": "NO", "use_cpu": True}, "accelerate would start one process, but 2 are asked for"),
+        ({"distributed_type": "MULTI_GPU", "gpu_ids": "0,1"}, "gpu_ids is 0,1; say which GPUs an agent uses"),
         ({"distributed_type": "MEGATRON_LM"}, "distributed_type is MEGATRON_LM; ram_trl runs"),
         ({"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 1}}, "FSDP version 1"),
         ({"distributed_type": "DEEPSPEED", "mixed_precision": "fp16"}, "fp16 is not supported"),

@@ -160,13 +160,16 @@ def test_parking_changes_nothing(tmp_path):
 # ---- what dies --------------------------------------------------------------------------------------------------
 
 
-def test_an_agent_that_stays_dead_is_named_and_the_others_finish(tmp_path):
+@pytest.mark.parametrize("schedule", ["concurrent", pytest.param("interleaved", marks=pytest.mark.slow)])
+def test_an_agent_that_stays_dead_is_named_and_the_others_finish(tmp_path, schedule):
     recipe = small_run.recipe(tmp_path, agents=TWO, restarts=9)
-    told = finish(start(recipe, "--set", "agents.code.task=tests.small_run:broken"), recipe, code=1)
-    assert "failed: job 'code', rank 0: RuntimeError: the data is gone" in told
-    assert "job 'code' is given up: it fails the same way each time" in told
+    broken = ["--schedule", schedule, "--set", "agents.code.task=tests.small_run:broken"]
+    told = finish(start(recipe, *broken), recipe, code=1)
+    name = "code" if schedule == "concurrent" else "agents"
+    assert f"failed: job '{name}', rank 0: RuntimeError: the data is gone" in told
+    assert "agent 'code' is given up: it fails the same way each time" in told
     report = (tmp_path / "run" / "report" / "report.md").read_text()
-    assert "Agent 'code' was given up: job 'code', rank 0: RuntimeError: the data is gone" in report
+    assert f"Agent 'code' was given up: job '{name}', rank 0: RuntimeError: the data is gone" in report
     hub = Hub(tmp_path / "run" / "hub")
     assert hub.is_done("tool")
     assert "the data is gone" in (hub.gave_up("code") or "")
