@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,18 +21,20 @@ from transformers import (
 )
 
 from ram_trl.config import ContinualConfig, MergeConfig
-from ram_trl.evaluate import Scorer
+from ram_trl.evaluate import ExactScorer, Scorer
 from ram_trl.export import Exporter
 from ram_trl.hub import Hub, HubError
-from ram_trl.member import Member, MemberState, Met
+from ram_trl.member import SAY_EVERY, Member, MemberState, Met
 from ram_trl.team import Team
-from ram_trl.turns import rest
+from ram_trl.turns import parked, rest, taking_turns
 from ram_trl.weights.live import LiveWeights, Reference, trainers
 
 logger = logging.getLogger(__name__)
 
 KEY = "ram_trl"
 """Under which the state travels in a checkpoint's `trainer_state.json`: written with it, in one piece."""
+HELD = ("model", "model_wrapped", "optimizer", "ref_model", "reward_model")
+"""What trainers hold on their device; not every trainer has all of these."""
 RESIDUAL_FILE = "ram_residual.safetensors"
 
 
@@ -75,12 +78,15 @@ class RAMCallback(TrainerCallback):
             `"skip"` trains on when the hub cannot be read or written; `"raise"` stops.
         keep_rounds (`int`, *optional*, defaults to `3`):
             Generalists to keep in the hub.
-        scorer (`Scorer`, *optional*):
+        scorer (`Scorer` or `ExactScorer`, *optional*):
             Scores every new generalist on this agent's task; logged as `ram/eval/<task>`.
         resume (`bool`, *optional*, defaults to `False`):
             Allow a name that was in this hub before, without a checkpoint.
         heartbeat (`float`, *optional*, defaults to `10`), patience (`float`, *optional*, defaults to `120`):
             Seconds between signs of life, and without one after which others go on.
+        park (`bool`, *optional*, defaults to `False`):
+            Agents of one process that take turns: move weights, gradients and optimizer states to the CPU while this
+            one waits; needs [`attach`].
 
     Raises:
         `pydantic.ValidationError`: if an argument is out of range.
@@ -103,10 +109,11 @@ class RAMCallback(TrainerCallback):
         reference: Literal["keep", "generalist"] = "keep",
         on_hub_error: Literal["skip", "raise"] = "skip",
         keep_rounds: int = 3,
-        scorer: Scorer | None = None,
+        scorer: Scorer | ExactScorer | None = None,
         resume: bool = False,
         heartbeat: float = 10,
         patience: float = 120,
+        park: bool = False,
     ) -> None:
         self.hub = Hub(Path(hub))
         self.agent = agent
@@ -128,6 +135,7 @@ class RAMCallback(TrainerCallback):
         )
         self.scorer = scorer
         self.resume = resume
+        self.park = park
         self.trainer: Trainer | None = None
         self._told_to_wait = False
 
@@ -150,7 +158,15 @@ class RAMCallback(TrainerCallback):
         self._exporter = Exporter.shared_by(self.agent, self.hub.path, self.base)
         self._due = False
         self._member = Member(
-            self.hub, self.agent, self.base, self._live, self.config, export=self._exporter.start, rest=rest
+            self.hub,
+            self.agent,
+            self.base,
+            self._live,
+            self.config,
+            export=self._exporter.start,
+            rest=rest,
+            look_for=0 if taking_turns() else SAY_EVERY,
+            aside=self._parked,
         )
         checkpoint = self._from_checkpoint(args, state) if state.global_step else None
         told = self._member.join(state.global_step, checkpoint, self.resume)
@@ -192,6 +208,12 @@ class RAMCallback(TrainerCallback):
     ) -> None:
         self._log(self._member.finish(state.global_step))
         self._exporter.leave(self.agent)
+
+    def _parked(self) -> AbstractContextManager[None]:
+        trainer = self.trainer
+        if not self.park or trainer is None:
+            return nullcontext()
+        return parked(*(getattr(trainer, name, None) for name in HELD))
 
     # ---- helpers ------------------------------------------------------------------------------------------------
 

@@ -192,6 +192,47 @@ def demo_command(
         _stop(error)
 
 
+@app.command("launch")
+def launch_command(
+    recipe: Annotated[Path, typer.Argument(help="The recipe's YAML file.")],
+    schedule: Annotated[
+        str | None, typer.Option(help="concurrent (a job per agent), interleaved (agents take turns in one) or mixed.")
+    ] = None,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", help="PATH=VALUE: change a field, as agents.tool.args.max_steps=9.")
+    ] = None,
+    set_file: Annotated[Path | None, typer.Option(help="YAML file of paths and values to change.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with a run that ended early.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check everything; print commands and memory; start nothing.")
+    ] = False,
+) -> None:
+    """Train all agents of a recipe, merging as they go: one job per agent, or as many as the schedule says."""
+    from ram_trl.launching import launch
+
+    try:
+        code = launch(recipe, schedule, set_ or [], set_file, resume, dry_run, Console())
+    except (RuntimeError, ValueError, OSError) as error:
+        _stop(error)
+    raise typer.Exit(code)
+
+
+@app.command("report")
+def report_command(
+    hub: Annotated[Path, typer.Argument(help="Folder of the hub.")],
+    out: Annotated[Path | None, typer.Option(help="Folder to write to; HUB/report by default.")] = None,
+) -> None:
+    """Write what came of a run: tables and plots, as report.html and report.md."""
+    from ram_trl.hub import Hub
+    from ram_trl.run_report import write_run_report
+
+    try:
+        path = write_run_report(Hub(hub), out or hub / "report")
+    except (RuntimeError, ValueError, OSError) as error:
+        _stop(error)
+    Console().print(f"report: {path}", soft_wrap=True, highlight=False, markup=False, emoji=False)
+
+
 @app.command("status")
 def status_command(
     hub: Annotated[Path, typer.Argument(help="Folder of the hub.")],

@@ -64,7 +64,8 @@ class Closer:
         """Agents a round waits for: alive, not done; those named in the config even before they join."""
         joined = self._hub.agents()
         running = [agent for agent in joined if not self._hub.is_done(agent)]
-        return sorted({*self.watch.alive(running), *(set(self._config.agents) - set(joined))})
+        to_come = {agent for agent in self._config.agents if agent not in joined and not self._hub.is_done(agent)}
+        return sorted({*self.watch.alive(running), *to_come})
 
     def _consumable(self, decisions: list[Decision]) -> list[Publication]:
         """What the next round may take, checked; what cannot be trusted is refused by name and left out."""

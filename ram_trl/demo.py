@@ -55,6 +55,7 @@ from ram_trl.recipe import (
     ContinualRow,
     Progress,
     Recipe,
+    Split,
     Task,
     load_function,
     load_recipe,
@@ -169,16 +170,26 @@ def _open_lab(path: Path, fast: bool) -> _Lab:
     if fast:
         recipe = recipe.quick()
     for agent in recipe.agents:
+        if agent.trainer != "grpo" or agent.peft is not None:
+            raise ValueError(f"agent '{agent.name}': the demo trains all weights with grpo; use ram-trl launch")
         # Built here for its checks only: a wrong argument should show before minutes of training, not after.
         _grpo_config(agent, 0, path.parent)
-    tasks = {agent.name: load_function(agent.task, path.parent)() for agent in recipe.agents}
+    tasks = {agent.name: load_function(agent.task, path.parent)(**agent.task_args) for agent in recipe.agents}
+    if recipe.base.make is None:
+        raise ValueError(f"{path}: the demo makes its base with a function; name it as base.make")
     return _Lab(
         recipe=recipe,
         make_base=load_function(recipe.base.make, path.parent),
         tasks=tasks,
-        dev={name: task.rows("dev", recipe.scoring.dev) for name, task in tasks.items()},
-        test={name: task.rows("test", recipe.scoring.test) for name, task in tasks.items()},
+        dev={name: _rows(name, task, "dev", recipe.scoring.dev) for name, task in tasks.items()},
+        test={name: _rows(name, task, "test", recipe.scoring.test) for name, task in tasks.items()},
     )
+
+
+def _rows(agent: str, task: Task, split: Split, count: int) -> list[ScoreRow]:
+    if task.rows is None:
+        raise ValueError(f"agent '{agent}': its task has no rows, and the demo scores by right answers; add them")
+    return task.rows(split, count)
 
 
 def _run_seed(lab: _Lab, seed: int, out: Path, bars: Bars, prefix: str, watch: _Stopwatch) -> _SeedRun:

@@ -34,8 +34,8 @@ class Scorer:
     Args:
         task (`str`):
             Name of the task; the score is logged as `ram/eval/<task>`.
-        prompts (`Sequence[str]`):
-            Prompts that are not trained on.
+        prompts (`Sequence[str]` or `Sequence[list[dict[str, str]]]`):
+            Prompts that are not trained on, as texts or as chats.
         reward (`Callable[..., Sequence[float]]`):
             Reward function with TRL's signature.
         columns (`Mapping[str, Sequence[Any]]`, *optional*):
@@ -47,7 +47,7 @@ class Scorer:
     """
 
     task: str
-    prompts: Sequence[str]
+    prompts: Sequence[str] | Sequence[list[dict[str, str]]]
     reward: Callable[..., Sequence[float]]
     columns: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     max_new_tokens: int = 64
@@ -63,7 +63,7 @@ class Scorer:
         try:
             for start in range(0, len(self.prompts), self.batch_size):
                 part = slice(start, start + self.batch_size)
-                prompts = list(self.prompts[part])
+                prompts = [_text(prompt, tokenizer) for prompt in self.prompts[part]]
                 batch = tokenizer(prompts, return_tensors="pt", padding=True, return_token_type_ids=False)
                 batch = batch.to(model.device)
                 written = model.generate(
@@ -81,6 +81,32 @@ class Scorer:
             model.train(was_training)
             tokenizer.padding_side = side
         return total / len(self.prompts)
+
+
+def _text(prompt: str | list[dict[str, str]], tokenizer: PreTrainedTokenizerBase) -> str:
+    if isinstance(prompt, str):
+        return prompt
+    return tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+
+
+@dataclass(frozen=True)
+class ExactScorer:
+    """
+    Scores a model on a task by [`accuracy`].
+
+    Args:
+        task (`str`):
+            Name of the task; the score is logged as `ram/eval/<task>`.
+        rows (`Sequence[ScoreRow]`):
+            Prompts that are not trained on, with their right answers.
+    """
+
+    task: str
+    rows: Sequence[ScoreRow]
+
+    def score(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> float:
+        """Percentage of the rows answered exactly."""
+        return accuracy(model, tokenizer, self.rows)
 
 
 @torch.no_grad()

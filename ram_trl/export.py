@@ -204,10 +204,15 @@ def main() -> int:
     hub, base, max_shard_size = Hub(Path(sys.argv[1])), Path(sys.argv[2]), sys.argv[3]
     failed = False
     for line in sys.stdin:
+        number = int(line)
         try:
-            export_round(hub, int(line), base, max_shard_size)
+            export_round(hub, number, base, max_shard_size)
         except (ValueError, OSError) as error:  # a round that cannot be exported must not keep others from it
-            print(f"ram_trl: round {line.strip()} was not exported: {error}", file=sys.stderr, flush=True)
+            if not hub.state_folder(number).exists() and len(hub.decisions()) > number:
+                # Rounds came faster than exports, and were swept: `keep_rounds`.
+                print(f"ram_trl: round {number} is no longer kept, so it is not exported", file=sys.stderr, flush=True)
+                continue
+            print(f"ram_trl: round {number} was not exported: {error}", file=sys.stderr, flush=True)
             failed = True
     return int(failed)
 

@@ -137,9 +137,25 @@ class Hub:
         """Notes that the agent is done, durably."""
         write_json(self.agent_folder(agent) / "done.json", {"step": step})
 
+    def give_up(self, agent: str, why: str) -> None:
+        """Notes, durably, that the agent will not come back: nobody waits for it any more. It may still return."""
+        self.agent_folder(agent).mkdir(parents=True, exist_ok=True)
+        write_json(self.agent_folder(agent) / "done.json", {"gave_up": why})
+
+    def gave_up(self, agent: str) -> str | None:
+        """Why the agent was given up; `None` if it was not."""
+        try:
+            return read_json(self.agent_folder(agent) / "done.json").get("gave_up")
+        except (FileNotFoundError, DamagedFileError):
+            return None
+
     def unfinish(self, agent: str) -> None:
         """Takes `finish` back: the agent trains on."""
         (self.agent_folder(agent) / "done.json").unlink(missing_ok=True)
+
+    def times_file(self, agent: str) -> Path:
+        """Where the agent notes, line by line, what its merge points took."""
+        return self.agent_folder(agent) / "times.jsonl"
 
     # ---- publications -------------------------------------------------------------------------------------------
 

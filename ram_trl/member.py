@@ -7,9 +7,11 @@ Every method is collective: all ranks of the job, in the same order.
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -72,8 +74,10 @@ class Met(BaseModel):
             Active share of the agent's entries in what it published.
         exchange_mb (`float`):
             Megabytes published by the job.
-        wait_s, merge_s (`float`):
-            Seconds waited for other agents, and seconds of own work.
+        train_s (`float`):
+            Seconds since the merge point before.
+        wait_s, merge_s, publish_s (`float`):
+            Seconds waited for other agents, seconds of own work, and those of it spent in publishing.
         report (`dict[str, Any]`, *optional*):
             The report of the round, as in the hub.
         age (`int`, *optional*):
@@ -84,6 +88,8 @@ class Met(BaseModel):
     round: int | None = None
     density: float | None = None
     exchange_mb: float = 0.0
+    train_s: float = 0.0
+    publish_s: float = 0.0
     wait_s: float = 0.0
     merge_s: float = 0.0
     report: dict[str, Any] | None = None
@@ -112,7 +118,12 @@ class Member:
         export (`Callable[[int], None]`, *optional*):
             Called on rank 0 of the job that closed a round, with its number, once its state is made.
         rest (`Callable[[float], None]`, *optional*):
-            Called on rank 0 while waiting, with seconds to wait; agents that take turns hand over here.
+            Called on every rank while waiting, with seconds to wait; agents that take turns hand over here.
+        look_for (`float`, *optional*):
+            Seconds that rank 0 looks for a round before it tells the others and all rest; 0 for agents that take
+            turns.
+        aside (`Callable[[], AbstractContextManager[None]]`, *optional*):
+            Entered on every rank around waiting, in which no weight is touched.
     """
 
     def __init__(
@@ -125,6 +136,8 @@ class Member:
         *,
         export: Callable[[int], None] = lambda number: None,
         rest: Callable[[float], None] = time.sleep,
+        look_for: float = SAY_EVERY,
+        aside: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self.hub = hub
         self.agent = agent
@@ -135,6 +148,9 @@ class Member:
         self._config = config
         self._export = export
         self._rest = rest
+        self._look_for = look_for
+        self._aside = aside
+        self._pause = min(0.2, config.heartbeat / 4)
         self._team = live.team
         self._heartbeat: Heartbeat | None = None
         self._rounds: Rounds
@@ -197,6 +213,7 @@ class Member:
         write_base_state(self._live, self._base, self.hub, described["founding"]["rounded"])
         told = self._load_on_joining(checkpoint)
         self._tell(step)
+        self._went_on = time.monotonic()
         return told
 
     def _enter_by_name(self, checkpoint: MemberState | None, resume: bool, run_id: str) -> None:
@@ -267,11 +284,13 @@ class Member:
             `OSError`: if the hub cannot be read or written, with `on_hub_error="raise"`.
         """
         self._check_intruder()
-        met = Met()
         started = time.monotonic()
+        met = Met(train_s=started - self._went_on)
         try:
             self.catch_up()
+            caught_up = time.monotonic()
             counts, size = self.publish(step)
+            met.publish_s = time.monotonic() - caught_up
             met.published = True
             met.density = int(counts.active[0]) / counts.entries
             met.exchange_mb = size / 1e6
@@ -289,6 +308,7 @@ class Member:
             )
         met.merge_s = time.monotonic() - started - met.wait_s
         self._tell(step)
+        self._note_times(step, met)
         return met
 
     def catch_up(self) -> None:
@@ -363,15 +383,18 @@ class Member:
         """Waits until there is a round newer than what is loaded, or for too long; whether this job closed it."""
         deadline = time.monotonic() + self._config.timeout
         outcome = "waiting"
-        while outcome == "waiting":
-            outcome = self._team.share(self._team.together(lambda: self._watch_for_round(deadline)))
+        with self._aside():
+            while outcome == "waiting":
+                outcome = self._team.share(self._team.together(lambda: self._watch_for_round(deadline)))
+                if outcome == "waiting":
+                    self._rest(self._pause)
         return outcome == "closed"
 
     def _watch_for_round(self, deadline: float) -> str:
         """Rank 0 watches for some seconds: `"decided"`, `"closed"` (by this job), `"nothing"` or `"waiting"`."""
         if not self._team.first:
             return ""
-        until = time.monotonic() + SAY_EVERY
+        until = time.monotonic() + self._look_for
         while True:
             decisions = self.hub.decisions()
             if len(decisions) > self.round:
@@ -381,11 +404,11 @@ class Member:
                 return "closed"
             if late:
                 return "nothing"
-            if time.monotonic() > until:
-                return "waiting"
             if self._heartbeat is not None:
                 self._heartbeat.check()
-            self._rest(min(0.2, self._config.heartbeat / 4))
+            if time.monotonic() >= until:
+                return "waiting"
+            time.sleep(self._pause)
 
     def close(self, late: bool) -> bool:
         """
@@ -404,12 +427,13 @@ class Member:
         for decision in decisions[-1:] if self.observes else self._unmade(decisions):
             folder = self.hub.state_folder(decision.round)
             deadline = time.monotonic() + (0 if closer else self._config.patience)
-            while not self._team.ask(folder.exists):
-                if self._team.share(time.monotonic() > deadline):
-                    with Workers() as workers:
-                        self._rounds.make_state(decision, self._live.owned(), workers)
-                elif self._team.first:
-                    self._rest(min(0.2, self._config.heartbeat / 4))
+            with self._aside() if not closer and not self._team.ask(folder.exists) else nullcontext():
+                while not self._team.ask(folder.exists):
+                    if self._team.share(time.monotonic() > deadline):
+                        with Workers() as workers:
+                            self._rounds.make_state(decision, self._live.owned(), workers)
+                    else:
+                        self._rest(self._pause)
         return self._team.together(lambda: self._rounds.state(len(decisions)))
 
     def _unmade(self, decisions: list[Decision]) -> list[Decision]:
@@ -509,11 +533,13 @@ class Member:
         """
         The end of training: publishes what is left and is waited for no more; the last agent closes a final round.
         """
-        met = Met()
+        started = time.monotonic()
+        met = Met(train_s=started - self._went_on)
         try:
             self.catch_up()
             counts, size = self.publish(step)
-            met = Met(published=True, density=int(counts.active[0]) / counts.entries, exchange_mb=size / 1e6)
+            met.published, met.density, met.exchange_mb = True, int(counts.active[0]) / counts.entries, size / 1e6
+            met.publish_s = time.monotonic() - started
             self._team.together(lambda: self.hub.finish(self.agent, step) if self._team.first else None)
             if self._team.ask(self._closer.close_the_last):
                 decisions = self._decisions()
@@ -527,7 +553,9 @@ class Member:
                 raise
             logger.warning("agent '%s': its last update was not published: the hub failed (%s)", self.agent, error)
         finally:
+            met.merge_s = time.monotonic() - started
             self._tell(step)
+            self._note_times(step, met)
             self.leave()
         return met
 
@@ -549,6 +577,19 @@ class Member:
                 return None  # a report is for people; the round does not depend on it
 
         return self._team.share(read())
+
+    def _note_times(self, step: int, met: Met) -> None:
+        """Notes in the hub what a merge point took, for the report of the run."""
+        self._went_on = time.monotonic()
+        if not self._team.first:
+            return
+        noted = {"step": step} | met.model_dump(include={"round", "train_s", "publish_s", "wait_s", "exchange_mb"})
+        line = json.dumps(noted | {"merge_s": met.merge_s - met.publish_s})
+        try:
+            with self.hub.times_file(self.agent).open("a", encoding="utf-8") as file:
+                file.write(line + "\n")
+        except OSError as error:
+            logger.warning("agent '%s': its times were not noted (%s)", self.agent, error)
 
     def _tell(self, step: int) -> None:
         if self._heartbeat is not None:

@@ -289,6 +289,58 @@ def plot_rounds(
     _write(figure, path)
 
 
+@dataclass(frozen=True)
+class Line:
+    """A named line of points."""
+
+    name: str
+    points: Sequence[tuple[float, float]]
+
+
+@dataclass(frozen=True)
+class Panel:
+    """Lines with a title, what the vertical axis counts, and what the horizontal one does."""
+
+    title: str
+    unit: str
+    lines: Sequence[Line]
+    across: str = "round"
+
+
+def plot_panels(panels: Sequence[Panel], path: Path) -> None:
+    """
+    Write panels, two in a row.
+
+    Args:
+        panels (`Sequence[Panel]`):
+            What to draw; at least one.
+        path (`Path`):
+            The PNG to write.
+    """
+    across = min(len(panels), 2)
+    down = ceil(len(panels) / across)
+    figure = Figure(figsize=(5.6 * across, 3.0 * down), dpi=DPI, layout="constrained")
+    grid = figure.subplots(down, across, squeeze=False)
+    for axes, panel in zip(grid.flat, panels, strict=False):
+        for at, line in enumerate(panel.lines):
+            x, y = [point[0] for point in line.points], [point[1] for point in line.points]
+            colour, marker = TASK_COLOURS[at % len(TASK_COLOURS)], MARKERS[at % len(MARKERS)]
+            # The first is the widest, so that lines on top of each other can all be seen.
+            axes.plot(x, y, marker=marker, ms=4, lw=max(1.2, 3.6 - at), color=colour, label=line.name, zorder=2 + at)
+        axes.set_title(panel.title, loc="left", fontsize=11)
+        axes.set_xlabel(panel.across)
+        axes.set_ylabel(panel.unit)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(axis="y", color="#E6E6E6", zorder=0)
+        axes.ticklabel_format(axis="y", useOffset=False)
+        axes.xaxis.get_major_locator().set_params(integer=True)
+        if panel.lines:
+            axes.legend(fontsize=8, frameon=False)
+    for axes in grid.flat[len(panels) :]:
+        axes.set_visible(False)
+    _write(figure, path)
+
+
 def _draw_scores(axes: Axes, points: Sequence[RoundPoint], base: Mapping[str, float], mark: tuple[str, float]) -> None:
     rounds = [0, *(point.round for point in points)]
     colours = [*islice(cycle(TASK_COLOURS), len(base) - 1), STRONG]

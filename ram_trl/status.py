@@ -19,7 +19,10 @@ from ram_trl.hub import Hub, Watch
 
 
 class AgentStatus(BaseModel):
-    """An agent: steps made, round loaded, newest publication; it is `done`, `alive`, `silent`, or just `joined`."""
+    """
+    An agent: steps made, round loaded, newest publication; it is `done`, `given up`, `alive`, `silent`, or just
+    `joined`.
+    """
 
     name: str
     state: str
@@ -82,7 +85,7 @@ def _agent(hub: Hub, name: str, alive: Sequence[str] | None) -> AgentStatus:
     except DamagedFileError:
         newest = None  # agents refuse it by name; the table shows that there is none to use
     if hub.is_done(name):
-        state = "done"
+        state = "done" if hub.gave_up(name) is None else "given up"
     elif alive is None:
         state = "joined"
     else:

@@ -3,7 +3,8 @@ Several trainers in one process: each agent's trainer runs in its own thread, an
 
 An agent hands the baton over when it waits for a round. Whatever is process-wide and a trainer must not share with
 another (random number generators, the singletons of accelerate and transformers) is put back before it goes on, so
-that every agent computes what it would compute alone.
+that every agent computes what it would compute alone. In a job of several ranks all of them hand over at the same
+points, because an agent rests only where all ranks heard that it waits; so collectives of two agents never meet.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -20,7 +22,12 @@ import torch
 from accelerate.state import AcceleratorState, GradientState
 from transformers.integrations import deepspeed as deepspeed_integration
 
+from ram_trl.parking import Parked
+
 Result = TypeVar("Result")
+
+IDLE = 0.05
+"""Seconds. A cycle of turns all shorter than this was spent waiting for other jobs; they are not polled harder."""
 
 _current = threading.local()
 
@@ -72,6 +79,7 @@ class _Agent(threading.Thread, Generic[Result]):
         self.error: BaseException | None = None
         self.over = False
         self.alone = False
+        self.idle = False
         self._work = work
         self._state = state
         self._flush_denormal = flush_denormal
@@ -96,10 +104,12 @@ class _Agent(threading.Thread, Generic[Result]):
 
     def turn(self) -> None:
         """Main thread: lets the agent run until it rests or is over."""
+        began = time.monotonic()
         self._state.show()
         self._mine.release()
         self._yours.acquire()
         self._state = _ProcessState.seen()
+        self.idle = time.monotonic() - began < IDLE
         if self.error is not None and not self._halted:
             raise self.error
 
@@ -119,12 +129,33 @@ class _Agent(threading.Thread, Generic[Result]):
 
 
 def rest(seconds: float) -> None:
-    """Waits: hands over to the other agents of this process, or sleeps if there are none."""
-    agent = getattr(_current, "agent", None)
-    # With others to turn to there is hardly any waiting; without the pause, agents of other jobs would be polled hard.
-    time.sleep(seconds if agent is None or agent.alone else min(seconds, 0.001))
-    if agent is not None:
+    """Waits: hands over to the other agents of this process, or sleeps if it has no turns to wait for."""
+    agent = _agent()
+    if agent is None:
+        time.sleep(seconds)
+    else:
         agent.rest()
+
+
+def taking_turns() -> bool:
+    """Whether the calling thread is that of an agent that takes turns."""
+    return _agent() is not None
+
+
+@contextmanager
+def parked(*roots: Any) -> Iterator[None]:
+    """Within it the calling agent waits; what is reachable from `roots` is off its device if others may need it."""
+    agent = _agent()
+    away = Parked(*roots) if agent is not None and not agent.alone else None
+    try:
+        yield
+    finally:
+        if away is not None:
+            away.back()
+
+
+def _agent() -> _Agent[Any] | None:
+    return getattr(_current, "agent", None)
 
 
 def take_turns(works: Mapping[str, Callable[[], Result]]) -> dict[str, Result]:
@@ -132,7 +163,8 @@ def take_turns(works: Mapping[str, Callable[[], Result]]) -> dict[str, Result]:
     Runs several agents in this process, one at a time; they change over when they wait for a round.
 
     Every agent is a function that builds its trainer, with a [`RAMCallback`], and trains it. It must build everything
-    it changes itself; nothing may be shared between agents but what is only read.
+    it changes itself; nothing may be shared between agents but what is only read. Collective: in a job of several
+    ranks every rank calls it, with the same agents in the same order.
 
     Args:
         works (`Mapping[str, Callable[[], Result]]`):
@@ -152,6 +184,8 @@ def take_turns(works: Mapping[str, Callable[[], Result]]) -> dict[str, Result]:
             for agent in running:
                 agent.alone = len(running) == 1
                 agent.turn()
+            if all(agent.idle for agent in running if not agent.over):
+                time.sleep(IDLE)
     finally:
         for agent in agents.values():
             agent.halt()

@@ -32,3 +32,8 @@ def test_demo_runs_from_an_empty_folder_with_the_wheel_alone(tmp_path):
     for name in ("report.md", "scores.png", "overlap.png", "generalist/config.json"):
         assert (out / name).exists()
         assert finished.stdout.count(f"runs/demo/{name.split('/')[0]}") >= 1
+
+    recipe = Path(printed.split()[1]) / "demo.yaml"
+    launch = [sys.executable, "-m", "ram_trl.cli", "launch", str(recipe), "--dry-run"]
+    told = subprocess.run(launch, cwd=empty, env=environment, check=True, capture_output=True, text=True).stdout
+    assert told.count(str(site / "ram_trl" / "launch" / "train.py")) == 3

@@ -48,7 +48,7 @@ def deepspeed_config(folder: Path, stage: int, ranks: int, zero: dict[str, Any],
     if stage == 3:
         engine["zero_optimization"].setdefault("stage3_gather_16bit_weights_on_model_save", True)
     (folder / "deepspeed.json").write_text(json.dumps(engine))
-    config = yaml.safe_load((ACCELERATE / f"zero{max(1, stage)}_cpu.yaml").read_text())
+    config = yaml.safe_load((ACCELERATE / f"cpu_zero{max(1, stage)}.yaml").read_text())
     config["num_processes"] = ranks
     config["deepspeed_config"] = {
         "deepspeed_multinode_launcher": "standard",

@@ -127,7 +127,7 @@ def start(case: Case, folder: Path, **ram: Any):
     settings["ram"] = {"agents": ["code", "tool"]} | settings.get("ram", {}) | ram
     config = None
     if case.shipped:
-        config = ACCELERATE / f"zero{case.stage}_cpu.yaml"
+        config = ACCELERATE / f"cpu_zero{case.stage}.yaml"
     elif case.stage is not None:
         config = deepspeed_config(folder, case.stage, case.ranks, case.zero, case.engine)
     return launch(folder, settings, config, case.ranks, case.environment, flags=case.flags)

@@ -1,0 +1,315 @@
+"""`ram-trl launch`: real jobs on this machine, in every schedule; what dies comes back or is named."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from ram_trl.hub import Hub
+from ram_trl.job import whole_checkpoint
+from ram_trl.ports import HeldPort
+from tests import small_run
+from tests.test_callback import states
+
+REPOSITORY = Path(__file__).parents[1]
+TWO = ("tool", "code")
+
+
+def start(recipe: Path, *options: str) -> subprocess.Popen:
+    command = [sys.executable, "-m", "ram_trl.cli", "launch", str(recipe), *options]
+    log = recipe.with_name("out.txt").open("ab")
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        command, cwd=REPOSITORY, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+    )
+
+
+def finish(run: subprocess.Popen, recipe: Path, code: int = 0) -> str:
+    """Waits for a launcher; what it printed. Nothing of it is left running."""
+    try:
+        assert run.wait(500) == code, printed(recipe)[-5000:]
+    finally:
+        if run.poll() is None:
+            os.killpg(run.pid, signal.SIGKILL)
+            run.wait()
+    return printed(recipe)
+
+
+def printed(recipe: Path) -> str:
+    return recipe.with_name("out.txt").read_text()
+
+
+def wait_for(holds: Callable[[], object], recipe: Path, run: subprocess.Popen) -> None:
+    deadline = time.monotonic() + 240
+    while not holds():
+        assert time.monotonic() < deadline, printed(recipe)[-5000:]
+        assert run.poll() is None, printed(recipe)[-5000:]
+        time.sleep(0.05)
+
+
+def processes_of(run: Path) -> list[psutil.Process]:
+    """Processes of a run that are alive, whoever their parent is."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            line = process.cmdline()
+            if process.status() != psutil.STATUS_ZOMBIE and any(str(run.parent) in part for part in line):
+                found.append(process)
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
+    return found
+
+
+def ranks_of(run: Path, agent: str) -> list[psutil.Process]:
+    """The processes that train an agent, by rank."""
+    found = []
+    for process in processes_of(run):
+        try:
+            line = process.cmdline()
+            if any(part.endswith("train.py") for part in line[1:3]) and agent in line[line.index("--agents") + 1]:
+                found.append((process.environ().get("RANK", "0"), process))
+        except (psutil.NoSuchProcess, psutil.AccessDenied, ValueError):
+            continue
+    return [process for _, process in sorted(found, key=lambda pair: pair[0])]
+
+
+def check_hub(run: Path, agents=TWO) -> None:
+    """All agents finished, nothing was merged twice, the newest round is exported and loads."""
+    hub = Hub(run / "hub")
+    decisions = hub.decisions()
+    consumed = [(p.agent, p.sequence) for d in decisions for p in d.publications]
+    assert len(consumed) == len(set(consumed))
+    assert all(hub.is_done(agent) and hub.gave_up(agent) is None for agent in agents)
+    assert hub.latest() == len(decisions)
+    model = AutoModelForCausalLM.from_pretrained(hub.generalist_folder(len(decisions)))
+    state = states(run / "hub")[-1]
+    weights = dict(model.named_parameters())
+    assert all(torch.equal(weights[name], state[name]) for name in state)
+    # Nothing is lost: what an agent published last is in a round, or was measured against a newer one.
+    for agent in agents:
+        newest = hub.newest_publication(agent)
+        assert newest is not None
+        assert (agent, newest.sequence) in consumed or not active(run, agent, newest.sequence)
+
+
+def active(run: Path, agent: str, sequence: int) -> int:
+    from ram_trl.rounds import Rounds
+    from ram_trl.team import Team
+
+    hub = Hub(run / "hub")
+    rounds = Rounds(hub, Team(), hub.described()["identity"])
+    return rounds.publication(hub.publication(agent, sequence)).stored()
+
+
+def same(one: Path, other: Path) -> bool:
+    first, second = states(one / "hub"), states(other / "hub")
+    return len(first) == len(second) and all(
+        torch.equal(a[name], b[name]) for a, b in zip(first, second, strict=True) for name in a
+    )
+
+
+# ---- schedules --------------------------------------------------------------------------------------------------
+
+
+def run(folder: Path, *options: str, agents=TWO, **launch) -> Path:
+    recipe = small_run.recipe(folder, agents=agents, **launch)
+    finish(start(recipe, *options), recipe)
+    return folder / "run"
+
+
+def test_two_jobs_and_one_with_turns_make_the_same_generalists(tmp_path):
+    concurrent = run(tmp_path / "concurrent")
+    check_hub(concurrent)
+    assert len(states(concurrent / "hub")) == 4
+    interleaved = run(tmp_path / "interleaved", "--schedule", "interleaved")
+    assert same(concurrent, interleaved)
+    scores = [json.loads(path.read_text()) for path in (concurrent / "hub" / "rounds").glob("*/score-*.json")]
+    assert {score["content"]["task"] for score in scores} == set(TWO)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["cpu", "cpu_ddp", "cpu_zero2", "cpu_zero3"])
+def test_every_schedule_makes_the_same_generalists(tmp_path, layout):
+    runs = [
+        run(tmp_path / schedule, "--schedule", schedule, agents=small_run.AGENTS, accelerate=layout)
+        for schedule in ("concurrent", "interleaved", "mixed")
+    ]
+    check_hub(runs[0], small_run.AGENTS)
+    assert same(runs[0], runs[1])
+    assert same(runs[0], runs[2])
+
+
+@pytest.mark.slow
+def test_parking_changes_nothing(tmp_path):
+    parked = run(tmp_path / "parked", "--schedule", "interleaved", park=True)
+    assert same(parked, run(tmp_path / "kept", "--schedule", "interleaved", park=False))
+
+
+# ---- what dies --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("schedule", ["concurrent", pytest.param("interleaved", marks=pytest.mark.slow)])
+def test_an_agent_that_stays_dead_is_named_and_the_others_finish(tmp_path, schedule):
+    recipe = small_run.recipe(tmp_path, agents=TWO, restarts=9)
+    broken = ["--schedule", schedule, "--set", "agents.code.task=tests.small_run:broken"]
+    told = finish(start(recipe, *broken), recipe, code=1)
+    name = "code" if schedule == "concurrent" else "agents"
+    assert f"failed: job '{name}', rank 0: RuntimeError: the data is gone" in told
+    assert "agent 'code' is given up: it fails the same way each time" in told
+    report = (tmp_path / "run" / "report" / "report.md").read_text()
+    assert f"Agent 'code' was given up: job '{name}', rank 0: RuntimeError: the data is gone" in report
+    hub = Hub(tmp_path / "run" / "hub")
+    assert hub.is_done("tool")
+    assert "the data is gone" in (hub.gave_up("code") or "")
+    assert [d.of("code") for d in hub.decisions()] == [None] * len(hub.decisions())
+    assert hub.latest() == len(hub.decisions()) > 1
+    assert not processes_of(tmp_path / "run")
+
+
+@pytest.mark.slow
+def test_a_killed_rank_ends_its_job_alone_and_the_job_comes_back(tmp_path):
+    recipe = small_run.recipe(tmp_path, agents=TWO, steps=6, accelerate="cpu_ddp")
+    launched = start(recipe)
+    out = tmp_path / "run"
+    wait_for(lambda: whole_checkpoint(out / "agents" / "code"), recipe, launched)
+    others = [process.pid for process in ranks_of(out, "tool")]
+    ranks_of(out, "code")[1].kill()
+    wait_for(lambda: "restart 1 of" in printed(recipe), recipe, launched)
+    assert [process.pid for process in ranks_of(out, "tool")] == others
+    told = finish(launched, recipe)
+    assert "was restarted: job 'code', rank 1: killed by SIGKILL" in told
+    check_hub(out)
+
+
+@pytest.mark.slow
+def test_a_job_that_stands_still_is_started_again(tmp_path):
+    recipe = small_run.recipe(tmp_path, agents=("tool",), steps=6, hang_after=20)
+    launched = start(recipe)
+    wait_for(lambda: whole_checkpoint(tmp_path / "run" / "agents" / "tool"), recipe, launched)
+    ranks_of(tmp_path / "run", "tool")[0].suspend()
+    told = finish(launched, recipe)
+    assert "was restarted: job 'tool': no progress for 20 seconds" in told
+    check_hub(tmp_path / "run", ("tool",))
+
+
+@pytest.mark.slow
+def test_ctrl_c_saves_and_resume_goes_on(tmp_path):
+    recipe = small_run.recipe(tmp_path, agents=TWO, steps=30)
+    launched = start(recipe, "--schedule", "interleaved")
+    out = tmp_path / "run"
+    wait_for(lambda: whole_checkpoint(out / "agents" / "code"), recipe, launched)
+    launched.send_signal(signal.SIGINT)
+    assert "stopped; go on with --resume" in finish(launched, recipe, code=130)
+    assert not processes_of(out)
+    assert not Hub(out / "hub").is_done("tool")
+    finish(start(recipe, "--schedule", "interleaved", "--resume"), recipe)
+    check_hub(out)
+    assert json.loads((out / "agents" / "tool" / "progress.json").read_text())["content"]["step"] == 30
+
+
+@pytest.mark.slow
+def test_a_hub_that_is_not_empty_needs_resume(tmp_path):
+    run(tmp_path, agents=("tool",))
+    recipe = tmp_path / "recipe.yaml"
+    assert "holds a run; go on with it by --resume" in finish(start(recipe), recipe, code=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(20))
+def test_chaos(tmp_path, seed):
+    """A random process is killed at a random moment, the launcher included; in the end nothing is lost or doubled."""
+    generator = random.Random(seed)
+    schedule = generator.choice(["concurrent", "interleaved", "mixed"])
+    recipe = small_run.recipe(tmp_path, agents=TWO, steps=8)
+    out = tmp_path / "run"
+    launched = start(recipe, "--schedule", schedule)
+    wait_for(lambda: processes_of(out), recipe, launched)
+    time.sleep(generator.uniform(0, 40))
+    victims = [launched.pid, *(p.pid for p in processes_of(out) if p.pid != launched.pid)]
+    victim = generator.choice(victims)
+    try:
+        os.kill(victim, signal.SIGKILL)
+    except ProcessLookupError:
+        victim = 0  # it ended by itself just now
+    if victim == launched.pid:
+        launched.wait()
+        gone = time.monotonic() + 30
+        while processes_of(out):
+            assert time.monotonic() < gone, [p.cmdline() for p in processes_of(out)]
+            time.sleep(0.1)
+        finish(start(recipe, "--schedule", schedule, "--resume"), recipe)
+    else:
+        finish(launched, recipe)
+    check_hub(out)
+
+
+# ---- ports (TRAPS 5.1–5.3) --------------------------------------------------------------------------------------
+
+
+def test_a_held_port_is_given_to_nobody_else_and_can_be_listened_on():
+    held = [HeldPort() for _ in range(50)]
+    assert len({port.number for port in held}) == 50
+    store = torch.distributed.TCPStore("127.0.0.1", held[0].number, 1, is_master=True)
+    store.set("key", "value")
+    assert store.get("key") == b"value"
+    others = [HeldPort() for _ in range(200)]
+    assert not {port.number for port in held} & {port.number for port in others}
+    for port in [*held, *others]:
+        port.close()
+
+
+MEETING = """
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+total = torch.ones(1)
+dist.all_reduce(total)
+assert total.item() == 2
+"""
+
+
+def eight_at_once(folder: Path) -> list[int]:
+    script = folder / "meet.py"
+    script.write_text(MEETING)
+    ports = [HeldPort() for _ in range(8)]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1", "--nproc-per-node", "2"]
+    started = [
+        subprocess.Popen(
+            [*launch, "--master-addr", "127.0.0.1", "--master-port", str(port.number), str(script)],
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        )
+        for port in ports
+    ]  # fmt: skip
+    codes = [each.wait(300) for each in started]
+    for port in ports:
+        port.close()
+    return codes
+
+
+@pytest.mark.slow
+def test_eight_launches_at_once_never_clash(tmp_path):
+    for _ in range(10):
+        assert eight_at_once(tmp_path) == [0] * 8
+
+
+@pytest.mark.slow
+def test_a_job_s_ports_are_its_own(tmp_path):
+    """TRL's 12345 and 51216 are the same in every job; each job is given others."""
+    out = run(tmp_path)
+    ports = []
+    for agent in TWO:
+        first = (out / "jobs" / agent / "log.txt").read_text().splitlines()[0]
+        ports += [part.split("=")[-1] for part in first.split() if part.startswith(("MASTER_PORT", "RAM_TRL_VLLM"))]
+    assert len(set(ports)) == 4
+    assert not {"12345", "51216", "29500"} & set(ports)
