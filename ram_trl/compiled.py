@@ -8,22 +8,45 @@ beside this file, or in the user's cache, and made anew when the file or the CPU
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 from llvmlite import ir
 from numba import njit, types
+from numba.core.caching import FunctionCache
 from numba.extending import intrinsic
+
+logger = logging.getLogger(__name__)
+
+
+class _Kept(FunctionCache):
+    """Machine code kept on disk, which is a matter of speed alone: what cannot be read or written is made anew."""
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        try:
+            return super().load_overload(sig, target_context)
+        except Exception as error:  # a file cut short by a crash or a full disk fails in any way pickles can
+            logger.warning("compiled code in %s cannot be read (%r) and is made again", self.cache_path, error)
+            with suppress(OSError):
+                self.flush()
+            return None
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        try:
+            super().save_overload(sig, data)
+        except Exception as error:
+            logger.warning("compiled code cannot be kept in %s (%r)", self.cache_path, error)
 
 
 def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     """Machine code for a function, made when it is first called; it runs without the interpreter's lock."""
-    settings = {"nogil": True, "error_model": "numpy", **options}
-    try:
-        return njit(cache=True, **settings)(function)
-    except RuntimeError:  # there is nowhere to keep it
-        return njit(**settings)(function)
+    made = njit(**{"nogil": True, "error_model": "numpy", **options})(function)
+    with suppress(RuntimeError):  # if there is nowhere to keep it
+        made._cache = _Kept(function)  # as enable_caching() of numba does
+    return made
 
 
 @intrinsic

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Iterator
 
 import numpy as np
@@ -121,12 +123,42 @@ def test_largest_sees_nan_behind_inf():
     assert np.isnan(elementwise.survey(tau, *reversed(elementwise.thin(tau, 0.0))).largest)
 
 
-def test_code_is_compiled_where_it_cannot_be_kept(monkeypatch):
-    def refuse(function, **options):
-        if options.get("cache"):
-            raise RuntimeError("cannot cache function: no locator available")
-        return real(**options)
+def double(x):
+    return x + x
 
-    real = __import__("numba").njit
-    monkeypatch.setattr("ram_trl.compiled.njit", lambda **options: lambda f: refuse(f, **options)(f))
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """An empty folder in which compiled code is kept."""
+    monkeypatch.setattr("numba.core.config.CACHE_DIR", str(tmp_path))
+    return tmp_path
+
+
+def test_code_is_compiled_where_it_cannot_be_kept(monkeypatch):
+    def refuse(function):
+        raise RuntimeError("cannot cache function: no locator available")
+
+    monkeypatch.setattr("ram_trl.compiled._Kept", refuse)
     assert compiled(lambda x: x + 1)(1) == 2
+
+
+def test_a_full_disk_costs_kept_code_and_no_merge(cache, monkeypatch, caplog):
+    def full(*arguments):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("numba.core.caching.IndexDataCacheFile._open_for_write", full)
+    assert compiled(double)(1) == 2
+    assert "cannot be kept" in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["*.nbi", "*.nbc"])
+@pytest.mark.parametrize("bytes_left", [0, 60])
+def test_kept_code_that_was_cut_short_is_made_again(cache, caplog, kind, bytes_left):
+    assert compiled(double)(1) == 2
+    (file,) = cache.rglob(kind)
+    os.truncate(file, bytes_left)
+    assert compiled(double)(1) == 2
+    assert "cannot be read" in caplog.text
+    caplog.clear()
+    assert compiled(double)(1) == 2
+    assert not caplog.text
