@@ -10,22 +10,56 @@ changes.
 
 from __future__ import annotations
 
+import fcntl
+import logging
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from llvmlite import ir
 from numba import njit, types
+from numba.core.caching import FunctionCache
 from numba.extending import intrinsic, overload
+
+logger = logging.getLogger(__name__)
+
+
+class _Kept(FunctionCache):
+    """
+    Machine code kept on disk, which is a matter of speed alone: what cannot be read or written is made anew.
+
+    One process writes at a time. numba numbers its files from what the index holds, and of two that start together the
+    index of one could name the code of the other.
+    """
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        try:
+            found = super().load_overload(sig, target_context)
+        except Exception as error:  # a file cut short by a crash or a full disk fails in any way pickles can
+            logger.warning("compiled code in %s cannot be read (%r) and is made again", self.cache_path, error)
+            with suppress(OSError):
+                self.flush()
+            return None
+        return found if found is not None and tuple(found.signature.args) == tuple(sig) else None
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        try:
+            Path(self.cache_path).mkdir(parents=True, exist_ok=True)
+            with open(Path(self.cache_path) / "ram_trl.lock", "w", encoding="utf-8") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                super().save_overload(sig, data)
+        except Exception as error:
+            logger.warning("compiled code cannot be kept in %s (%r)", self.cache_path, error)
 
 
 def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     """Machine code for a function, made when it is first called; it runs without the interpreter's lock."""
-    settings = {"nogil": True, "error_model": "numpy", **options}
-    try:
-        return njit(cache=True, **settings)(function)
-    except RuntimeError:  # there is nowhere to keep it
-        return njit(**settings)(function)
+    made = njit(**{"nogil": True, "error_model": "numpy", **options})(function)
+    with suppress(RuntimeError):  # if there is nowhere to keep it
+        made._cache = _Kept(function)  # as enable_caching() of numba does
+    return made
 
 
 @intrinsic

@@ -187,7 +187,7 @@ def _replace_dtype(config: dict[str, Any], name: str) -> bool:
     for part in config.values():
         if isinstance(part, dict):
             _replace_dtype(part, name)
-    said = [key for key in DTYPE_KEYS if config.get(key) in DTYPES]
+    said = [key for key in DTYPE_KEYS if isinstance(config.get(key), str) and config[key] in DTYPES]
     config |= dict.fromkeys(said, name)
     return bool(said)
 

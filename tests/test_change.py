@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -13,7 +10,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ram_trl import MergeConfig
-from ram_trl.compiled import compiled
 from ram_trl.criterion import Bracket
 from ram_trl.elementwise import mean_where_shared
 from ram_trl.methods.change import Change, Sums
@@ -100,15 +96,3 @@ def test_several_blocks_are_surveyed_as_one(length):
 def test_nan_is_seen_behind_inf():
     stored, base = torch.tensor([1.0, float("nan"), float("inf")]), torch.zeros(3)
     assert np.isnan(changed(stored, base, MergeConfig(epsilon=0.1)).survey().largest)
-
-
-def test_code_is_compiled_where_it_cannot_be_kept(monkeypatch):
-    real = __import__("numba").njit
-
-    def nowhere(cache: bool = False, **options: Any) -> Callable[..., Any]:
-        if cache:
-            raise RuntimeError("cannot cache function: no locator available")
-        return real(**options)
-
-    monkeypatch.setattr("ram_trl.compiled.njit", nowhere)
-    assert compiled(lambda x: x + 1)(1) == 2

@@ -559,3 +559,9 @@ def test_outline_tells_what_a_merge_then_does(family):
     assert told.inputs == dict.fromkeys(("base", "code", "tool"), sum(tensor.nbytes for tensor in held.values()))
     assert (told.tensors, told.entries, told.threads) == (len(held), sum(t.numel() for t in held.values()), 1)
     assert told.seconds > 0
+
+
+def test_a_config_that_says_its_dtype_by_part_says_the_chosen_one(family):
+    models.reconfigure(family / "base", dtype={"": "float32"})
+    merge(family / "base", {"tool": family / "tool"}, family / "out", dtype="bfloat16")
+    assert json.loads((family / "out" / "config.json").read_text())["dtype"] == "bfloat16"
