@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import yaml
 
 REPOSITORY = Path(__file__).parents[2]
@@ -96,7 +97,13 @@ def finish(job: subprocess.Popen, folder: Path, timeout: float = 240) -> None:
 
 
 def end(job: subprocess.Popen) -> None:
-    """Ends a job with all its ranks."""
+    """Ends a job with all its ranks: launchers start each in a session of its own."""
+    if job.poll() is not None:
+        return
+    ranks = psutil.Process(job.pid).children(recursive=True)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(job.pid, signal.SIGKILL)
+    for rank in ranks:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            rank.kill()
     job.wait()
