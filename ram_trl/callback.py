@@ -152,7 +152,9 @@ class RAMCallback(TrainerCallback):
             )
         self._team = Team()
         self._reference = self._bound_reference(args) if self.config.reference == "generalist" else None
-        self._live = LiveWeights(kwargs["model"], self._team, kwargs.get("optimizer"))
+        # PPO hands callbacks the optimizer as it was before the engine took it over.
+        optimizer = kwargs.get("optimizer") if self.trainer is None else self.trainer.optimizer
+        self._live = LiveWeights(trainers.merged_part(kwargs["model"]), self._team, optimizer)
         self._exporter = Exporter.shared_by(self.agent, self.hub.path, self.base)
         self._due = False
         self._member = Member(
@@ -193,7 +195,7 @@ class RAMCallback(TrainerCallback):
         if self._member.round != before and not self._member.observes:
             self._after_loading()
         self._remember(state)
-        self._log(met, self._scored(met, kwargs["model"], kwargs["processing_class"]))
+        self._log(met, self._scored(met, trainers.merged_part(kwargs["model"]), kwargs["processing_class"]))
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         rounded_off = self._live.rounded_off()

@@ -15,6 +15,8 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
+from ram_trl import elementwise
+
 Resync = Literal["generalist", "none"]
 
 
@@ -109,12 +111,7 @@ def loaded(theta: Tensor, before: Tensor, state: Tensor, consumed: Tensor | None
     """
     if not carry:
         return state.clone()
-    left = theta - before
-    untouched = state.view(torch.int32) == before.view(torch.int32)
-    if consumed is not None:
-        left = left - consumed
-        untouched &= consumed == 0
-    return torch.where(untouched, theta, torch.where(left == 0, state, state + left))
+    return elementwise.carry(theta, before, state, torch.zeros_like(theta) if consumed is None else consumed)
 
 
 Restart = Literal["go on", "load and carry", "load and drop"]

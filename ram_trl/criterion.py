@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ram_trl.compiled import tally_upper
 from ram_trl.config import MergeConfig
 from ram_trl.elementwise import bits, differ, masked, thin
 
@@ -48,13 +47,18 @@ def active(
     Returns:
         `tuple[Tensor, Tensor]`: bool and float32, of the same length.
     """
+    mask = differing(theta, base, config, base_dtype)
+    return thin(tau, threshold) if mask is None else (mask, masked(tau, bits(mask)))
+
+
+def differing(theta: Tensor, base: Tensor, config: MergeConfig, base_dtype: torch.dtype) -> Tensor | None:
+    """m_t (bool) of criteria that compare weights, in whatever dtype they come; `None` if |τ| > threshold decides."""
     if config.ulp:
         half = torch.float16 if base_dtype == torch.float16 else torch.bfloat16
-        mask = differ(theta.to(half).to(torch.float32), base.to(half).to(torch.float32))
-        return mask, masked(tau, bits(mask))
+        return differ(theta.to(half).to(torch.float32), base.to(half).to(torch.float32))
     if config.top_fraction is None and config.fixed_epsilon == 0:
-        return differ(theta.view(torch.int32), base.view(torch.int32)), tau
-    return thin(tau, threshold)
+        return differ(theta.to(torch.float32).view(torch.int32), base.to(torch.float32).view(torch.int32))
+    return None
 
 
 def wanted(fraction: float, entries: int) -> int:
@@ -74,13 +78,6 @@ class Bracket:
 
     start: int
     stop: int
-
-
-def upper_histogram(tau: Tensor) -> Tensor:
-    """How many |τ| have each value of the upper 16 bits of their fp32 pattern; int64, shape (2¹⁵,), on the CPU."""
-    counts = torch.zeros(UPPER_BINS, dtype=torch.int64)
-    tally_upper(tau.cpu().numpy(), counts.numpy())
-    return counts
 
 
 def bracket(histogram: Tensor, k: int, entries: int) -> Bracket:

@@ -4,17 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-import torch
 from torch import Tensor
 
+from ram_trl.elementwise import fingerprint
 from ram_trl.weights import Span
-
-
-def _signed(word: int) -> int:
-    return word - 2**64 if word >= 2**63 else word
-
-
-INDEX_KEY, MIX_KEY = _signed(0x9E3779B97F4A7C15), _signed(0xD6E8FEB86659FD93)
 
 
 class Digest:
@@ -31,12 +24,7 @@ class Digest:
 
     def add(self, span: Span, values: Tensor) -> None:
         """Adds the float32 entries of a span; every entry of a tensor is to be added once, in any order."""
-        bits = values.contiguous().view(torch.int32).to(torch.int64)
-        index = torch.arange(span.start, span.stop, device=values.device)
-        mixed = bits + index * INDEX_KEY
-        mixed = (mixed ^ (mixed >> 32)) * MIX_KEY
-        mixed = (mixed ^ (mixed >> 29)) * INDEX_KEY
-        self._sums[span.name] = (self._sums[span.name] + int(mixed.sum())) % 2**64
+        self._sums[span.name] = (self._sums[span.name] + fingerprint(values, span.start)) % 2**64
 
     def sums(self, shares: Iterable[Mapping[str, int]] = ()) -> dict[str, str]:
         """The fingerprint of every tensor, with those of other ranks' shares added."""

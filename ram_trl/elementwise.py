@@ -8,17 +8,18 @@ All ways give the same bits.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from ram_trl import compiled
 
-WORD = 64
-"""Entries whose bits are counted at once."""
+
+def _signed(word: int) -> int:
+    return word - 2**64 if word >= 2**63 else word
+
+
+INDEX_KEY, MIX_KEY = _signed(0x9E3779B97F4A7C15), _signed(0xD6E8FEB86659FD93)
 
 
 def on_cpu(tensor: Tensor) -> bool:
@@ -88,67 +89,30 @@ def how_many(where: Tensor) -> int:
     return int(np.count_nonzero(where.numpy()))
 
 
-@dataclass(frozen=True)
-class Survey:
+def carry(theta: Tensor, before: Tensor, state: Tensor, consumed: Tensor) -> Tensor:
     """
-    An agent's update on a chunk in numbers.
+    S_k + (θ − S_b − τ̂), all float32, with τ̂ 0 where nothing was consumed.
 
-    Args:
-        largest (`float`):
-            The largest |τ|, or NaN if there is one.
-        square, square_active (`float`):
-            Sum of τ², and of those that are active.
-        active, up, down (`ndarray[uint64]`):
-            Active entries, those with τ > 0, and those with τ < 0, a bit each, padded with zeros.
+    Where the state did not change and nothing was consumed it is θ, and where nothing is left S_k, to the bit.
     """
-
-    largest: float
-    square: float
-    square_active: float
-    active: NDArray[np.uint64]
-    up: NDArray[np.uint64]
-    down: NDArray[np.uint64]
-
-
-def survey(tau: Tensor, thinned: Tensor, mask: Tensor) -> Survey:
-    """Looks at τ (float32), the same with +0 where it is not active, and where it is active (bool)."""
-    entries = tau.numel()
-    masks = np.empty((3, -(-entries // WORD) * WORD), np.bool_)
-    masks[:, entries:] = False
-    if not on_cpu(tau):
-        for row, where in zip(masks, (mask, thinned > 0, thinned < 0), strict=True):
-            row[:entries] = where.cpu().numpy()
-        peak = float(tau.abs().max()) if entries else 0.0
-        square, square_active = (float(values.double().square().sum()) for values in (tau, thinned))
-    else:
-        pattern, square, square_active = compiled.survey(tau.numpy(), thinned.numpy(), mask.numpy(), masks)
-        peak = float(np.int32(pattern).view(np.float32))
-    return Survey(peak, square, square_active, *np.packbits(masks, axis=-1).view(np.uint64))
+    if not on_cpu(theta):
+        left = (theta - before) - consumed
+        untouched = (state.view(torch.int32) == before.view(torch.int32)) & (consumed == 0)
+        return torch.where(untouched, theta, torch.where(left == 0, state, state + left))
+    result = torch.empty_like(theta)
+    compiled.carry(theta.numpy(), before.numpy(), state.numpy(), consumed.numpy(), result.numpy())
+    return result
 
 
-def gather(
-    base: Tensor,
-    tau: Tensor,
-    mask: Tensor,
-    theta: Tensor,
-    coefficient: float,
-    total: Tensor,
-    count: Tensor,
-    single: Tensor,
-) -> None:
-    """
-    Takes in an agent: τ into `total`; where active, 1 into `count` (uint8) and base + coefficient · τ into `single`.
-
-    With coefficient 1 the latter is `theta` itself: base + (θ − base) differs from θ for a third of all fp32 pairs.
-    The product is rounded before the sum (no FMA), so that every path gives the same bits.
-    """
-    if not on_cpu(base):
-        total.add_(tau)
-        count.add_(mask)
-        single.copy_(torch.where(mask, theta if coefficient == 1.0 else base + tau * coefficient, single))
-        return
-    tensors = (base, tau, mask, theta, total, count, single)
-    compiled.gather(*(tensor.numpy() for tensor in tensors), np.float32(coefficient))
+def fingerprint(values: Tensor, start: int) -> int:
+    """Sum of a 64-bit hash of (flat index, bits) over float32 entries, the first at `start`, modulo 2⁶⁴."""
+    if not on_cpu(values):
+        index = torch.arange(start, start + len(values), device=values.device)
+        mixed = values.contiguous().view(torch.int32).to(torch.int64) + index * INDEX_KEY
+        mixed = (mixed ^ (mixed >> 32)) * MIX_KEY
+        return int(((mixed ^ (mixed >> 29)) * INDEX_KEY).sum()) % 2**64
+    keys = np.int64(INDEX_KEY), np.int64(MIX_KEY)
+    return int(compiled.fingerprint(values.contiguous().numpy(), np.int64(start), *keys)) % 2**64
 
 
 def mean_where_shared(base: Tensor, total: Tensor, count: Tensor, single: Tensor) -> Tensor:
@@ -157,10 +121,3 @@ def mean_where_shared(base: Tensor, total: Tensor, count: Tensor, single: Tensor
         return torch.where(count >= 2, total / count + base, single)
     compiled.mean_where_shared(*(tensor.numpy() for tensor in (base, total, count, single)))
     return single
-
-
-def split(tau: Tensor, start: int, stop: int) -> tuple[int, NDArray[np.int32]]:
-    """How many |τ| have a bit pattern of `stop` or above; and the patterns from `start` to there, less `start`."""
-    within = np.empty(tau.numel() + 1, np.int32)
-    above, found = compiled.split(tau.cpu().numpy(), np.int32(start), np.int32(stop), within)
-    return above, within[:found]

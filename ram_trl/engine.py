@@ -21,9 +21,9 @@ from torch import Tensor
 from ram_trl import criterion
 from ram_trl.compiled import tally
 from ram_trl.config import MergeConfig
-from ram_trl.elementwise import how_many, largest, split, survey
+from ram_trl.elementwise import how_many, largest
 from ram_trl.methods import Chunk, rule
-from ram_trl.methods.chunk import Update
+from ram_trl.methods.change import Change
 from ram_trl.plan import Counts, Plan
 from ram_trl.preflight import check_layout, check_names
 from ram_trl.problems import MergeInputError, Problem, agent_place
@@ -102,7 +102,7 @@ def make_plan(
     total = sum(entries(base, name) for name in mergeable(base))
     if config.top_fraction is not None and total:
         k = criterion.wanted(config.top_fraction, total)
-        thresholds = _top_thresholds(base, compared, k, total, workers, spans, reduce, chunk, advance)
+        thresholds = _top_thresholds(base, compared, config, k, total, workers, spans, reduce, chunk, advance)
     # ε is compared in fp32, so it is rounded to fp32 once, here.
     thresholds = [float(np.float32(threshold)) for threshold in thresholds]
 
@@ -269,38 +269,27 @@ def stored(values: Tensor, dtype: torch.dtype, span: Span) -> Tensor:
 class Compared:
     """An agent's weights and what its task vector is measured against."""
 
+    agent: str
     store: Store
     reference: Store
-    is_base: bool
 
-    def read(self, span: Span, base: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """θ, the reference and τ on a span; `base` is the base's chunk, read already."""
-        theta = span.of(self.store)
-        reference = base if self.is_base else span.of(self.reference)
-        return theta, reference, theta - reference
+    def on(self, span: Span, base: Store, before: Tensor, config: MergeConfig, threshold: float) -> Change:
+        """What it may have changed on a span of the base, which has been read already."""
+        reference = before if self.reference is base else span.of(self.reference)
+        stored = self.store.read(span.name, span.start, span.stop)
+        return Change(self.agent, stored, reference, config, threshold, base.dtype(span.name))
 
 
 def _compared(base: Store, agents: Mapping[str, Store], references: Mapping[str, Store] | None) -> list[Compared]:
     """By sorted name."""
-    reference = {name: (references or {}).get(name, base) for name in agents}
-    return [Compared(agents[name], reference[name], reference[name] is base) for name in sorted(agents)]
+    return [Compared(name, agents[name], (references or {}).get(name, base)) for name in sorted(agents)]
 
 
 def _load(base: Store, compared: Sequence[Compared], plan: Plan, span: Span) -> Chunk:
     before = span.of(base)
-
-    def update(agent: str, against: Compared, threshold: float) -> Update:
-        theta, reference, tau = against.read(span, before)
-        active, tau = criterion.active(theta, reference, tau, plan.config, threshold, base.dtype(span.name))
-        weight = plan.config.weight(agent)
-        if weight != 1:
-            tau = tau * weight
-        if weight != 1 or not against.is_base:
-            theta = before + tau
-        return Update(agent, tau, active, theta)
-
-    updates = map(update, plan.agents, compared, plan.thresholds)
-    return Chunk(span.name, span.start, before, updates, len(plan.agents))
+    pairs = zip(compared, plan.thresholds, strict=True)
+    changes = (against.on(span, base, before, plan.config, threshold) for against, threshold in pairs)
+    return Chunk(span.name, span.start, before, changes, len(compared))
 
 
 def _count(
@@ -308,11 +297,8 @@ def _count(
 ) -> Counts:
     before = span.of(base)
     agents = len(compared)
-    surveys = []
-    for against, threshold in zip(compared, thresholds, strict=True):
-        theta, reference, tau = against.read(span, before)
-        mask, thinned = criterion.active(theta, reference, tau, config, threshold, base.dtype(span.name))
-        surveys.append(survey(tau, thinned, mask))
+    pairs = zip(compared, thresholds, strict=True)
+    surveys = [against.on(span, base, before, config, threshold).survey() for against, threshold in pairs]
     # A row per agent, a bit per entry: what several agents changed, and in which direction, is counted 64 at a time.
     active, up, down = (np.stack([getattr(found, kind) for found in surveys]) for kind in ("active", "up", "down"))
 
@@ -346,6 +332,7 @@ def _ones(words: NDArray[np.uint64]) -> NDArray[np.int64]:
 def _top_thresholds(
     base: Store,
     compared: Sequence[Compared],
+    config: MergeConfig,
     k: int,
     entries: int,
     workers: Workers,
@@ -362,10 +349,10 @@ def _top_thresholds(
         if not left:
             break
         agents = [compared[i] for i in left]
-        histograms = reduce(_upper_histograms(base, agents, workers, looked_at), "sum")
+        histograms = reduce(_upper_histograms(base, agents, config, workers, looked_at), "sum")
         brackets = [criterion.bracket(histogram, k, entries) for histogram in histograms]
         told = advance if looked_at is samples else lambda n: None
-        above, within = _within(base, agents, brackets, workers, pieces, told)
+        above, within = _within(base, agents, config, brackets, workers, pieces, told)
         above = reduce(above, "sum")
         for i, bracket, over, counts in zip(left, brackets, above, within, strict=True):
             pattern = criterion.kth_pattern(bracket, k - int(over), reduce(torch.from_numpy(counts), "sum"))
@@ -374,14 +361,16 @@ def _top_thresholds(
     return [criterion.strict_threshold(found[i]) for i in range(len(compared))]
 
 
-def _taus(base: Store, compared: Sequence[Compared], span: Span) -> Iterator[Tensor]:
+def _changes(base: Store, compared: Sequence[Compared], config: MergeConfig, span: Span) -> Iterator[Change]:
     before = span.of(base)
-    return (against.read(span, before)[2] for against in compared)
+    return (against.on(span, base, before, config, 0.0) for against in compared)
 
 
-def _upper_histograms(base: Store, compared: Sequence[Compared], workers: Workers, spans: Sequence[Span]) -> Tensor:
+def _upper_histograms(
+    base: Store, compared: Sequence[Compared], config: MergeConfig, workers: Workers, spans: Sequence[Span]
+) -> Tensor:
     def work(span: Span) -> Tensor:
-        return torch.stack([criterion.upper_histogram(tau) for tau in _taus(base, compared, span)])
+        return torch.stack([change.upper_histogram() for change in _changes(base, compared, config, span)])
 
     totals = torch.zeros(len(compared), criterion.UPPER_BINS, dtype=torch.int64)
     for counted in workers.map(work, spans):
@@ -392,6 +381,7 @@ def _upper_histograms(base: Store, compared: Sequence[Compared], workers: Worker
 def _within(
     base: Store,
     compared: Sequence[Compared],
+    config: MergeConfig,
     brackets: Sequence[criterion.Bracket],
     workers: Workers,
     spans: Sequence[Span],
@@ -401,8 +391,8 @@ def _within(
 
     def work(span: Span) -> tuple[int, list[tuple[int, NDArray[np.int32]]]]:
         return len(span), [
-            split(tau, bracket.start, bracket.stop)
-            for tau, bracket in zip(_taus(base, compared, span), brackets, strict=True)
+            change.split(bracket)
+            for change, bracket in zip(_changes(base, compared, config, span), brackets, strict=True)
         ]
 
     above = torch.zeros(len(compared), dtype=torch.int64)

@@ -336,7 +336,7 @@ class Member:
             `OSError`: if the hub cannot be written; nothing of the publication is visible then.
         """
         base_round = 0 if self.observes else self.round
-        merge, names, owned = self._config.merge, self._live.names(), self._live.owned()
+        merge, names, owned = self._config.merge, self._live.names(), list(blocks(self._live.owned()))
         dtypes = {name: torch.bfloat16 if merge.ulp else self._live.dtype(name) for name in names}
         before = self._team.together(lambda: self._rounds.state(base_round))
         live: Mapping[str, Store] = {self.agent: self._live}
@@ -346,7 +346,7 @@ class Member:
             )
 
             def write(writer: BlockWriter) -> None:
-                for span in blocks(owned):
+                for span in owned:
                     theta, reference = span.of(self._live), span.of(before)
                     tau, threshold = theta - reference, plan.thresholds[0]
                     mask, _ = active(theta, reference, tau, merge, threshold, torch.float32)
@@ -462,10 +462,13 @@ class Member:
 
         def target(span: Span) -> Tensor:
             theta = self._live.read(span.name, span.start, span.stop)
-            consumed = span.of(own[0]) - span.of(own[1]) if own is not None else None
-            new = span.of(state)
+            last, new = span.of(before), span.of(state)
+            consumed = None
+            if taken is not None and own is not None:
+                against = last if taken.base_round == self.round else span.of(own[1])
+                consumed = own[0].over(span, against) - against
             digest.add(span, new)
-            return loaded(theta, span.of(before), new, consumed, self._config.carry)
+            return loaded(theta, last, new, consumed, self._config.carry)
 
         digest = Digest(self._live.names())
         self._overwrite(target)
@@ -475,7 +478,7 @@ class Member:
     def _overwrite(self, target: Callable[[Span], Tensor]) -> None:
         def write() -> None:
             with Workers():
-                for span in cut(self._live.held(), BLOCK):
+                for span in blocks(self._live.held()):
                     self._live.write(span.name, span.start, target(span))
 
         self._team.together(write)
@@ -512,7 +515,7 @@ class Member:
         Needs memory for a float32 copy of what this rank holds, on the CPU.
         """
         state = self._team.together(lambda: self._rounds.state(self.round))
-        kept = {span: self._live.read(span.name, span.start, span.stop) for span in cut(self._live.held(), BLOCK)}
+        kept = {span: self._live.read(span.name, span.start, span.stop) for span in blocks(self._live.held())}
         self._overwrite(lambda span: span.of(state))
         try:
             return work()

@@ -101,9 +101,9 @@ class Rounds:
             return base, agents, references
 
         base, agents, references = self._team.together(opened)
-        reduce = self._team.reduce
+        reduce, pieces = self._team.reduce, list(blocks(spans))
         plan = self._team.together(
-            lambda: make_plan(base, agents, self.config, workers, references=references, spans=spans, reduce=reduce)
+            lambda: make_plan(base, agents, self.config, workers, references=references, spans=pieces, reduce=reduce)
         )
         # Readers want the criterion that the agents applied when they published.
         told = {"config": self.merge, "criterion": self.merge.criterion}
@@ -111,7 +111,6 @@ class Rounds:
         path = self._hub.round_folder(decision.round) / "report.json"
         # Before the state: a round that is made has a report, whoever dies when.
         self._team.together(lambda: write_json(path, _described(report, decision)) if self._team.first else None)
-        pieces = list(blocks(spans))
 
         def write(writer: BlockWriter) -> None:
             merged = merge_spans(

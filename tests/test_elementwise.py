@@ -1,132 +1,64 @@
-"""Compiled sweeps on the CPU and what a GPU runs give the same bits, special numbers included."""
+"""Sweeps over flat tensors: compiled or as on a GPU, to the same bits, special numbers included."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
 from ram_trl import elementwise
-from ram_trl.compiled import compiled
+from ram_trl.elementwise import thin
 from tests.reference import PROPERTY
-
-SPECIAL = [
-    0.0,
-    -0.0,
-    1.0,
-    -1.0,
-    1e-5,
-    -1e-5,
-    1e-40,
-    -1e-45,
-    3.4e38,
-    -3.4e38,
-    float("inf"),
-    float("-inf"),
-    float("nan"),
-]
-NUMBERS = st.one_of(st.sampled_from(SPECIAL), st.floats(width=32))
-
-
-def row(length: int) -> st.SearchStrategy[Tensor]:
-    numbers = st.lists(NUMBERS, min_size=length, max_size=length)
-    return numbers.map(lambda held: torch.tensor(held, dtype=torch.float32))
-
-
-def tensors(count: int) -> st.SearchStrategy[tuple[Tensor, ...]]:
-    """Float32 tensors of one length, from none to more than two words of bits."""
-    return st.sampled_from([0, 1, 2, 63, 64, 65, 130]).flatmap(lambda length: st.tuples(*[row(length)] * count))
-
-
-def assert_same_bits(found: Tensor, expected: Tensor) -> None:
-    assert torch.equal(found.view(torch.int32), expected.view(torch.int32))
-
-
-@pytest.fixture(scope="module")
-def as_on_gpu() -> Iterator[pytest.MonkeyPatch]:
-    with pytest.MonkeyPatch.context() as patch:
-        yield patch
-
-
-def both(work, as_on_gpu):
-    """What `work` returns on the CPU, and when tensors are taken to lie elsewhere."""
-    compiled_result = work()
-    with as_on_gpu.context() as patch:
-        patch.setattr(elementwise, "on_cpu", lambda tensor: False)
-        return compiled_result, work()
+from tests.sweeps import assert_same_bits, both, finite, row, tensors
 
 
 @PROPERTY
-@given(tau=tensors(1), threshold=st.sampled_from([0.0, 1e-45, 1e-5, 1.0]))
-def test_thin(tau, threshold, as_on_gpu):
-    (mask, thinned), (other_mask, other) = both(lambda: elementwise.thin(tau[0], threshold), as_on_gpu)
-    expected = [abs(x) > np.float32(threshold) for x in tau[0].numpy()]
+@given(tau=row(65), threshold=st.sampled_from([0.0, 1e-45, 1e-5, 1.0]))
+def test_thin(tau, threshold):
+    (mask, thinned), (other_mask, other) = both(lambda: thin(tau, threshold))
+    expected = [abs(x) > np.float32(threshold) for x in tau.numpy()]
     assert mask.tolist() == expected
-    assert_same_bits(thinned, torch.tensor([x if a else 0.0 for x, a in zip(tau[0].tolist(), expected, strict=True)]))
-    finite = ~tau[0].isnan()  # which are refused before they are merged
-    assert torch.equal(mask[finite], other_mask[finite])
-    assert_same_bits(thinned[finite], other[finite])
+    assert_same_bits(thinned, torch.tensor([x if a else 0.0 for x, a in zip(tau.tolist(), expected, strict=True)]))
+    known = ~tau.isnan()
+    assert torch.equal(mask[known], other_mask[known])
+    assert_same_bits(thinned[known], other[known])
 
 
 @PROPERTY
-@given(tau=tensors(1), threshold=st.sampled_from([0.0, 1e-5]))
-def test_survey(tau, threshold, as_on_gpu):
-    mask, thinned = elementwise.thin(tau[0], threshold)
-    found, other = both(lambda: elementwise.survey(tau[0], thinned, mask), as_on_gpu)
-    values, active = tau[0].double(), thinned.double()
-    assert np.array_equal(found.largest, float(tau[0].abs().max()) if len(tau[0]) else 0.0, equal_nan=True)
-    for one in (found, other):
-        assert one.square == pytest.approx(float((values**2).sum()), rel=1e-12, nan_ok=True)
-        assert one.square_active == pytest.approx(float((values[mask] ** 2).sum()), rel=1e-12, nan_ok=True)
-        for words, where in ((one.active, mask), (one.up, active > 0), (one.down, active < 0)):
-            bits = np.unpackbits(words.view(np.uint8))
-            assert bits[: len(where)].tolist() == where.int().tolist()
-            assert not bits[len(where) :].any()
-    assert np.array_equal(found.largest, other.largest, equal_nan=True)
+@given(rows=tensors(4), unchanged=st.booleans(), consumed=st.booleans())
+def test_carry(rows, unchanged, consumed):
+    """As continual.py says it, entry by entry in numpy's float32."""
+    theta, before, state, taken = (finite(held) for held in rows)
+    state = before.clone() if unchanged else state
+    taken = taken if consumed else torch.zeros_like(taken)
+    found, other = both(lambda: elementwise.carry(theta, before, state, taken))
+    expected = []
+    with np.errstate(all="ignore"):
+        for t, b, s, c in zip(*(held.numpy() for held in (theta, before, state, taken)), strict=True):
+            left = (t - b) - c
+            same = s.tobytes() == b.tobytes() and c == 0
+            expected.append(t if same else s if left == 0 else s + left)
+    expected = torch.from_numpy(np.array(expected, np.float32))
+    assert_same_bits(found, expected)
+    assert_same_bits(found, other)
 
 
 @PROPERTY
-@given(rows=tensors(4), coefficient=st.sampled_from([1.0, 1.2, float(np.float32(1.02)), -1.0]))
-def test_gather_and_mean(rows, coefficient, as_on_gpu):
-    base, *agents = (torch.nan_to_num(held, nan=2.0, posinf=3.0, neginf=-3.0) for held in rows)
+@given(values=tensors(1), start=st.sampled_from([0, 1, 65536, 10**12]), cut=st.integers(0, 130))
+def test_fingerprint(values, start, cut):
+    """A sum over entries: of pieces it adds up; in exact integers it is the same."""
+    held = values[0]
+    found, other = both(lambda: elementwise.fingerprint(held, start))
+    cut = min(cut, len(held))
+    pieces = elementwise.fingerprint(held[:cut], start) + elementwise.fingerprint(held[cut:], start + cut)
 
-    def work() -> tuple[Tensor, ...]:
-        total, count, single = torch.zeros_like(base), torch.zeros_like(base, dtype=torch.uint8), base.clone()
-        for theta in agents:
-            mask, thinned = elementwise.thin(theta - base, 1e-5)
-            elementwise.gather(base, thinned, mask, theta, coefficient, total, count, single)
-        return elementwise.mean_where_shared(base, total, count, single), total, count.float()
+    def wrapped(word: int) -> int:
+        return (word + 2**63) % 2**64 - 2**63
 
-    for left, right in zip(*both(work, as_on_gpu), strict=True):
-        assert torch.equal(left.isnan(), right.isnan())  # Inf − Inf: finite weights whose sum overflows
-        assert_same_bits(torch.nan_to_num(left, nan=0.0), torch.nan_to_num(right, nan=0.0))
-
-
-@PROPERTY
-@given(tau=tensors(1), start=st.sampled_from([1, 0x3F800000]), width=st.sampled_from([1, 0x800000]))
-def test_split(tau, start, width):
-    above, within = elementwise.split(tau[0], start, start + width)
-    patterns = [int(p) for p in tau[0].abs().view(torch.int32)]
-    assert above == sum(p >= start + width for p in patterns)
-    assert within.tolist() == [p - start for p in patterns if start <= p < start + width]
-
-
-def test_largest_sees_nan_behind_inf():
-    tau = torch.tensor([1.0, float("nan"), float("inf")])
-    assert np.isnan(elementwise.survey(tau, *reversed(elementwise.thin(tau, 0.0))).largest)
-
-
-def test_code_is_compiled_where_it_cannot_be_kept(monkeypatch):
-    def refuse(function, **options):
-        if options.get("cache"):
-            raise RuntimeError("cannot cache function: no locator available")
-        return real(**options)
-
-    real = __import__("numba").njit
-    monkeypatch.setattr("ram_trl.compiled.njit", lambda **options: lambda f: refuse(f, **options)(f))
-    assert compiled(lambda x: x + 1)(1) == 2
+    total = 0
+    for i, bits in enumerate(held.view(torch.int32).tolist()):
+        mixed = wrapped(bits + (start + i) * elementwise.INDEX_KEY)
+        mixed = wrapped((mixed ^ (mixed >> 32)) * elementwise.MIX_KEY)
+        total += (mixed ^ (mixed >> 29)) * elementwise.INDEX_KEY
+    assert found == other == pieces % 2**64 == total % 2**64

@@ -10,13 +10,15 @@ import pytest
 import torch
 import torch.distributed as dist
 import trl.trainer.grpo_trainer
+from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from transformers import TrainerCallback
 from trl.generation.vllm_generation import VLLMGeneration
 
 import ram_trl
+from ram_trl.hub import HubError
 from ram_trl.team import Team
 from ram_trl.weights.live import LayoutError, LiveWeights
 from tests import models
@@ -73,6 +75,21 @@ def test_fsdp2_without_fp32_shards_is_refused(one_rank):
     model = models.tiny_model(dtype=torch.bfloat16)
     fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
     with pytest.raises(LayoutError, match=r"bfloat16.*load the model in float32"):
+        LiveWeights(model, Team())
+
+
+def test_fsdp2_that_offloads_is_refused(one_rank):
+    model = models.tiny_model()
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)), offload_policy=CPUOffloadPolicy(pin_memory=False))
+    with pytest.raises(LayoutError, match=r"^FSDP2 cannot be merged while it trains: it offloads parameters"):
+        LiveWeights(model, Team())
+
+
+def test_fsdp2_that_replicates_shards_is_refused(one_rank):
+    model = models.tiny_model()
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shard"))
+    fully_shard(model, mesh=mesh)
+    with pytest.raises(LayoutError, match=r"^FSDP2 cannot be merged .*otherwise than by rows .*HSDP"):
         LiveWeights(model, Team())
 
 
@@ -176,6 +193,7 @@ class Engine(VLLMGeneration):
 
     def _init_vllm(self) -> None:
         self.held: dict[str, torch.Tensor] = {}
+        self._llm_weights_sleeping = False
         self.generated_from = []
 
         def load_weights(weights):
@@ -190,7 +208,12 @@ class Engine(VLLMGeneration):
         )
 
     def generate(self, prompts, images, num_generations, profiler=None, **named):
+        if self._llm_weights_sleeping:
+            self.sync_weights()
         self.generated_from.append(dict(self.held))
+        if self.enable_sleep_mode:
+            self.held.clear()
+            self._llm_weights_sleeping = True
         completions = [[3 + (i + len(self.generated_from)) % 20, 4 + i % 7] for i, _ in enumerate(prompts)]
         return prompts, completions, [[[0.0]] * len(c) for c in completions], None
 
@@ -205,14 +228,16 @@ class Weights(TrainerCallback):
         self.seen[state.global_step] = {n: p.detach().clone() for n, p in model.named_parameters()}
 
 
-def test_the_next_rollout_of_vllm_uses_the_merged_weights(base, tmp_path, monkeypatch):
-    """After a merge and after resuming (vLLM itself did not run)."""
+@pytest.mark.parametrize("sleeps", [False, True])
+def test_the_next_rollout_of_vllm_uses_the_merged_weights(base, tmp_path, monkeypatch, sleeps):
+    """After a merge and after resuming; TRAPS 2.8, 2.9 (vLLM itself did not run)."""
     monkeypatch.setattr(trl.trainer.grpo_trainer, "VLLMGeneration", Engine)
 
     def begin(steps: int):
         trainer = trainer_of(
             "tool", base, tmp_path, max_steps=steps, use_vllm=True, vllm_mode="colocate",
             vllm_importance_sampling_correction=False, save_strategy="steps", save_steps=2,
+            vllm_enable_sleep_mode=sleeps,
         )  # fmt: skip
         ram_trl.attach(
             trainer, hub=tmp_path / "hub", agent="tool", base=base, merge_every=2, keep_rounds=99, carry=False, **ALONE
@@ -238,7 +263,7 @@ def test_the_next_rollout_of_vllm_uses_the_merged_weights(base, tmp_path, monkey
 
 
 def test_weights_are_pushed_again_after_an_evaluation_at_the_same_step(base, tmp_path, monkeypatch):
-    """An evaluation generated at this step, so TRL takes the engine for up to date; the merge tells it otherwise."""
+    """TRAPS 2.7: an evaluation at this step made TRL take the engine for up to date; the merge tells it otherwise."""
     monkeypatch.setattr(trl.trainer.grpo_trainer, "VLLMGeneration", Engine)
     trainer = trainer_of(
         "tool", base, tmp_path, max_steps=3, use_vllm=True, vllm_mode="colocate",
@@ -256,3 +281,30 @@ def test_weights_are_pushed_again_after_an_evaluation_at_the_same_step(base, tmp
     trainer.train()
     last = trainer.vllm_generation.generated_from[-1]
     assert all(torch.equal(last[n], t) for n, t in states(tmp_path / "hub")[1].items())
+
+
+# ---- checkpoints and second runs ------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_of_a_step_with_a_merge_holds_the_merged_weights(base, tmp_path):
+    """TRAPS 2.7, 2.16: the merge comes before the checkpoint of its step is written."""
+    trainer = trainer_of("tool", base, tmp_path, max_steps=4, save_strategy="steps", save_steps=2)
+    ram_trl.attach(
+        trainer, hub=tmp_path / "hub", agent="tool", base=base, merge_every=2, keep_rounds=99, carry=False, **ALONE
+    )
+    trainer.train()
+    generalists = states(tmp_path / "hub")
+    for number in (1, 2):
+        saved = load_file(tmp_path / "tool" / f"checkpoint-{2 * number}" / "model.safetensors")
+        assert all(torch.equal(saved[name], tensor) for name, tensor in generalists[number].items())
+
+
+def test_a_trainer_that_is_used_a_second_time_is_refused_by_name(base, tmp_path):
+    """TRAPS 2.11: it is neither the base nor at a checkpoint, so what it carries cannot be known."""
+    trainer = trainer_of("tool", base, tmp_path, max_steps=2)
+    callback = ram_trl.attach(trainer, hub=tmp_path / "hub", agent="tool", base=base, merge_every=2, **ALONE)
+    trainer.train()
+    rounds = len(callback.hub.decisions())
+    with pytest.raises(HubError, match=r"agent 'tool' does not start from the base"):
+        trainer.train()
+    assert len(callback.hub.decisions()) == rounds

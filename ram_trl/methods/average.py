@@ -19,7 +19,7 @@ def average(chunk: Chunk) -> Tensor:
     Returns:
         `Tensor`: the merged entries, float32.
     """
-    total, count, single = combine(chunk.base, chunk.updates, [1.0] * chunk.agents)
+    sums = combine(chunk.base, chunk.changes, [1.0] * chunk.agents)
     if chunk.agents == 1:
-        return single
-    return select(at_least(count, 1), divided(total, chunk.agents).add_(chunk.base), chunk.base)
+        return sums.single
+    return select(at_least(sums.count, 1), divided(sums.total, chunk.agents).add_(chunk.base), chunk.base)

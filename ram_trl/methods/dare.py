@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from ram_trl.elementwise import bits, divided, masked
-from ram_trl.methods.chunk import Chunk, Update
-from ram_trl.methods.task_arithmetic import task_arithmetic
+from ram_trl.methods.change import Update
+from ram_trl.methods.chunk import Chunk
+from ram_trl.methods.task_arithmetic import scaled_sum, task_arithmetic
 
 WORD = 0xFFFFFFFF
 
@@ -34,8 +35,8 @@ def dare(chunk: Chunk, scale: float, drop: float, seed: int) -> Tensor:
     """
     if drop == 0:
         return task_arithmetic(chunk, scale)
-    thinned = (_thin(chunk, update, drop, seed) for update in chunk.updates)
-    return task_arithmetic(dataclasses.replace(chunk, updates=thinned), scale)
+    thinned = (_thin(chunk, change.update(chunk.base), drop, seed) for change in chunk.changes)
+    return scaled_sum(chunk.base, thinned, chunk.agents, scale)
 
 
 def _thin(chunk: Chunk, update: Update, drop: float, seed: int) -> Update:

@@ -23,4 +23,5 @@ def ram(chunk: Chunk, lambdas: Sequence[float]) -> Tensor:
     Returns:
         `Tensor`: the merged entries, float32.
     """
-    return mean_where_shared(chunk.base, *combine(chunk.base, chunk.updates, lambdas))
+    sums = combine(chunk.base, chunk.changes, lambdas)
+    return mean_where_shared(chunk.base, sums.total, sums.count, sums.single)

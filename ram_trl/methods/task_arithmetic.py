@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from torch import Tensor
 
 from ram_trl.elementwise import at_least, select
+from ram_trl.methods.change import Change, Update
 from ram_trl.methods.chunk import Chunk, combine
 
 
@@ -21,5 +24,10 @@ def task_arithmetic(chunk: Chunk, scale: float) -> Tensor:
     Returns:
         `Tensor`: the merged entries, float32.
     """
-    total, count, single = combine(chunk.base, chunk.updates, [scale] * chunk.agents)
-    return select(at_least(count, 2), total.mul_(scale).add_(chunk.base), single)
+    return scaled_sum(chunk.base, chunk.changes, chunk.agents, scale)
+
+
+def scaled_sum(base: Tensor, changes: Iterable[Change | Update], agents: int, scale: float) -> Tensor:
+    """base + scale · Σ τ over so many agents."""
+    sums = combine(base, changes, [scale] * agents)
+    return select(at_least(sums.count, 2), sums.total.mul_(scale).add_(base), sums.single)

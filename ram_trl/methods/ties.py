@@ -26,7 +26,7 @@ def ties(chunk: Chunk, scale: float) -> Tensor:
     Returns:
         `Tensor`: the merged entries, float32.
     """
-    updates = list(chunk.updates)
+    updates = [change.update(chunk.base) for change in chunk.changes]
     total = torch.zeros_like(chunk.base)
     for update in updates:
         total += update.tau
@@ -35,6 +35,6 @@ def ties(chunk: Chunk, scale: float) -> Tensor:
     for update in updates:
         agrees = update.active & ~differ(update.tau.sign(), elected)
         agreeing.append(dataclasses.replace(update, active=agrees, tau=masked(update.tau, bits(agrees))))
-    total, count, single = combine(chunk.base, agreeing, [scale] * len(agreeing))
-    mean = total.div_(count.to(torch.float32)).mul_(scale).add_(chunk.base)
-    return select(at_least(count, 2), mean, single)
+    sums = combine(chunk.base, agreeing, [scale] * len(agreeing))
+    mean = sums.total.div_(sums.count.to(torch.float32)).mul_(scale).add_(chunk.base)
+    return select(at_least(sums.count, 2), mean, sums.single)

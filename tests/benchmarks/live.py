@@ -1,14 +1,17 @@
 """
-What a merge costs a job in training: python -m tests.benchmarks.live [layout …]
+What a merge costs a job in training: python -m tests.benchmarks.live [--json FILE] [layout …]
 
 Real GRPO jobs of two ranks on the CPU with a model of 51 M parameters, alone in their hub. Prints, per layout, the
-time of a training step and of a merge (publishing, making the state, loading it; the longer of both ranks), the share
-of training time at `merge_every=50`, and the most memory that a merge took on a rank beyond what was in use before it:
-anonymous memory, without the pages of mapped hub files, and of that the part that the engine's own commit takes.
+time of a training step (8 completions of 64 tokens on each rank, far less than in real runs) and of a merge, and what
+share of training time merges take at `merge_every=50`; publishing, making the state, loading it and, within that, the
+engine's commit are told apart. Times are the longer of both ranks, waits excluded. Then the most memory that a merge
+took on a rank beyond what was in use before it, and of that the engine's commit: anonymous memory, without the pages
+of mapped hub files. Memory is watched in merges of their own, as that takes time.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
 import sys
@@ -17,6 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,17 +28,39 @@ import torch
 import torch.distributed as dist
 from transformers import Qwen3Config, Qwen3ForCausalLM, TrainerCallback
 
+import ram_trl
+from ram_trl.member import Member, Met
+from ram_trl.rounds import Rounds
+from ram_trl.weights.live import LiveWeights
 from tests import models
 from tests.distributed.launching import FSDP2, deepspeed_config, finish, launch
 
-LAYOUTS: dict[str, tuple[int | None, bool]] = {
-    "ZeRO-3 bf16": (3, True),
-    "ZeRO-3 fp32": (3, False),
-    "ZeRO-2 bf16": (2, True),
-    "ZeRO-1 fp32": (1, False),
-    "FSDP2 fp32": (None, False),
+
+@dataclass(frozen=True)
+class Layout:
+    """A DeepSpeed stage, FSDP2, or neither: DDP."""
+
+    stage: int | None
+    bf16: bool
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+LAYOUTS = {
+    "DDP fp32": Layout(None, False),
+    "ZeRO-1 fp32": Layout(1, False),
+    "ZeRO-2 bf16": Layout(2, True),
+    "ZeRO-3 bf16": Layout(3, True),
+    "ZeRO-3 fp32": Layout(3, False),
+    "FSDP2 fp32": Layout(None, False, FSDP2),
 }
-STEPS, EVERY = 8, 2
+TIMED, WATCHED, EVERY = 3, 2, 2
+TRAINING = {
+    "max_steps": EVERY * (1 + TIMED + WATCHED),
+    "per_device_train_batch_size": 8,
+    "num_generations": 8,
+    "max_completion_length": 64,
+}
+PARTS = {"publish": Member, "make_state": Rounds, "load": Member, "commit": LiveWeights}
 
 
 def resident() -> int:
@@ -44,14 +70,25 @@ def resident() -> int:
 
 
 class Meter:
-    """Time and peak memory of parts of a job."""
+    """Times, or else peak memory, of parts of a job."""
 
     def __init__(self) -> None:
+        self.watching = False
         self.times: dict[str, list[float]] = {}
         self.peaks: dict[str, int] = {}
 
     @contextmanager
     def measure(self, part: str) -> Iterator[None]:
+        started = time.monotonic()
+        if self.watching:
+            with self.watch(part):
+                yield
+        else:
+            yield
+            self.times.setdefault(part, []).append(time.monotonic() - started)
+
+    @contextmanager
+    def watch(self, part: str) -> Iterator[None]:
         before, over = resident(), threading.Event()
         peak = before
 
@@ -62,11 +99,9 @@ class Meter:
 
         thread = threading.Thread(target=watch)
         thread.start()
-        started = time.monotonic()
         try:
             yield
         finally:
-            self.times.setdefault(part, []).append(time.monotonic() - started)
             over.set()
             thread.join()
             self.peaks[part] = max(self.peaks.get(part, 0), peak - before)
@@ -96,9 +131,6 @@ class Steps(TrainerCallback):
 
 def measure_job(folder: Path, settings: dict[str, Any]) -> None:
     """What each rank runs."""
-    import ram_trl
-    from ram_trl.member import Member
-    from ram_trl.weights.live import LiveWeights
     from tests.distributed import sharded
 
     sharded.prepare()
@@ -108,14 +140,19 @@ def measure_job(folder: Path, settings: dict[str, Any]) -> None:
     callback = ram_trl.attach(
         trainer, hub=folder / "hub", agent="tool", base=folder / "base", merge_every=EVERY, on_hub_error="raise"
     )
-    callback._log = lambda met, scores=None: mets.append(met)
-    for owner, method in ((Member, "meet"), (Member, "publish"), (Member, "load"), (LiveWeights, "commit")):
+
+    def merged(met: Met, scores: object = None) -> None:
+        mets.append(met)
+        meter.watching = len(mets) > TIMED
+
+    callback._log = merged
+    for method, owner in ({"meet": Member} | PARTS).items():
         meter.around(owner, method, method)
     trainer.train()
     told = {
         "step": statistics.median(steps.times[1:]),
-        "merge": statistics.median(met.merge_s for met in mets[1:-1]),
-        "times": {part: statistics.median(times[1:]) for part, times in meter.times.items()},
+        "merge": statistics.median(met.merge_s for met in mets[1 : 1 + TIMED]),
+        "times": {part: statistics.median(meter.times[part][1:]) for part in PARTS},
         "peaks": meter.peaks,
         "exchange_mb": mets[1].exchange_mb,
     }
@@ -134,38 +171,46 @@ def make_base(folder: Path) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def run(layout: str) -> None:
-    stage, bf16 = LAYOUTS[layout]
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
+def run(name: str) -> dict[str, float]:
+    """Measures a layout."""
+    layout = LAYOUTS[name]
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
         entries = make_base(folder)
-        config = None if stage is None else deepspeed_config(folder, stage, 2, {}, {})
-        settings = {"odd": False, "training": {"bf16": bf16, "max_steps": STEPS, "max_completion_length": 32}}
-        job = launch(
-            folder, settings, config, 2, FSDP2 if stage is None else {}, module="tests.benchmarks.live", first="--job"
-        )
+        config = None if layout.stage is None else deepspeed_config(folder, layout.stage, 2, {}, {})
+        settings = {"odd": False, "training": TRAINING | {"bf16": layout.bf16}}
+        job = launch(folder, settings, config, 2, layout.environment, module="tests.benchmarks.live", first="--job")
         finish(job, folder, 1500)
         told = [json.loads((folder / f"measured-rank{rank}.json").read_text()) for rank in (0, 1)]
     step, merge = (max(rank[key] for rank in told) for key in ("step", "merge"))
-    parts = {part: max(rank["times"][part] for rank in told) for part in ("publish", "load", "commit")}
-    peaks = {part: max(rank["peaks"][part] for rank in told) / 1e6 for part in ("meet", "commit")}
-    seconds = " | ".join(f"{value:.2f}" for value in (step, merge, *parts.values()))
-    share = 100 * merge / (50 * step + merge)
-    megabytes = f"{told[0]['exchange_mb']:.1f} | {peaks['meet']:.0f} | {peaks['commit']:.0f}"
-    print(f"| {layout} | {entries / 1e6:.1f} | {seconds} | {share:.2f} | {megabytes} |", flush=True)
+    return {
+        "M entries": entries / 1e6,
+        "step s": step,
+        "merge s": merge,
+        "merge share at merge_every=50, %": 100 * merge / (50 * step + merge),
+        **{f"{part} s": max(rank["times"][part] for rank in told) for part in PARTS},
+        "published MB": told[0]["exchange_mb"],
+        **{f"peak MB, {part}": max(rank["peaks"][part] for rank in told) / 1e6 for part in ("meet", *PARTS)},
+    }
 
 
 def main() -> None:
     if sys.argv[1:2] == ["--job"]:
         measure_job(Path(sys.argv[2]), json.loads(sys.argv[3]))
         return
-    print(
-        "| layout | M entries | step s | merge s | publish s | load s | commit s | share at merge_every=50, % | "
-        "published MB | peak MB | of which in commit MB |"
-    )
-    print("|---" * 11 + "|")
-    for layout in sys.argv[1:] or LAYOUTS:
-        run(layout)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("layouts", nargs="*", help=f"of {', '.join(LAYOUTS)}; by default all")
+    parser.add_argument("--json", type=Path, help="file for the numbers")
+    arguments = parser.parse_args()
+    measured: dict[str, dict[str, float]] = {}
+    for name in arguments.layouts or LAYOUTS:
+        measured[name] = run(name)
+        if len(measured) == 1:
+            print("| layout | " + " | ".join(measured[name]) + " |")
+            print("|---" * (1 + len(measured[name])) + "|")
+        print(f"| {name} | " + " | ".join(f"{value:.2f}" for value in measured[name].values()) + " |", flush=True)
+        if arguments.json is not None:
+            arguments.json.write_text(json.dumps(measured, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -68,12 +68,13 @@ def launch(
     environment: dict[str, str] | None = None,
     module: str = "tests.distributed.sharded",
     first: str = "",
+    flags: tuple[str, ...] = (),
 ) -> subprocess.Popen:
     """Starts a module on every rank; with an accelerate config by `accelerate launch`, else by torchrun, or alone."""
     job = [module, *([first] if first else []), str(folder), json.dumps(settings)]
     if config is not None:
         command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
-        command += ["--main_process_port", str(free_port()), "-m", *job]
+        command += ["--main_process_port", str(free_port()), *flags, "-m", *job]
     elif ranks > 1:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m"]
         command += job

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3Model
 
 
 class Odd(nn.Module):
@@ -18,13 +18,13 @@ class Odd(nn.Module):
         self.one = nn.Parameter(torch.ones(1))
         self.never = nn.Parameter(torch.ones(3, 3))
 
-    def forward(self, logits: Tensor) -> Tensor:
-        shift = torch.nn.functional.pad(self.seven, (0, logits.shape[-1] - 7))
-        return logits * self.one + shift + 0 * self.never.sum()
+    def forward(self, states: Tensor) -> Tensor:
+        shift = torch.nn.functional.pad(self.seven, (0, states.shape[-1] - 7))
+        return states * self.one + shift + 0 * self.never.sum()
 
 
-class OddModel(Qwen3ForCausalLM):
-    """A Qwen3 of a few thousand weights whose logits go through `Odd`."""
+class OddBackbone(Qwen3Model):
+    """A Qwen3 whose last hidden states go through `Odd`: trainers pass by the logits, but not by these."""
 
     def __init__(self, config: Qwen3Config) -> None:
         super().__init__(config)
@@ -33,8 +33,17 @@ class OddModel(Qwen3ForCausalLM):
 
     def forward(self, *arguments, **named):
         output = super().forward(*arguments, **named)
-        output.logits = self.odd(output.logits)
+        output.last_hidden_state = self.odd(output.last_hidden_state)
         return output
+
+
+class OddModel(Qwen3ForCausalLM):
+    """A Qwen3 of a few thousand weights on that backbone."""
+
+    def __init__(self, config: Qwen3Config) -> None:
+        super().__init__(config)
+        self.model = OddBackbone(config)
+        self.post_init()
 
 
 def load_odd(folder: Path) -> OddModel:
@@ -58,7 +67,8 @@ def odd_model(seed: int = 0) -> OddModel:
         tie_word_embeddings=True,
     )
     model = OddModel(config)
+    odd = model.model.odd
     with torch.no_grad():
-        for parameter in (model.odd.seven, model.odd.one, model.odd.never):
+        for parameter in (odd.seven, odd.one, odd.never):
             parameter += 0.1 * torch.randn(parameter.shape)
     return model

@@ -30,8 +30,10 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
 import ram_trl
+from ram_trl.evaluate import Scorer
 from tests import models
 from tests.distributed.odd import load_odd
+from tests.ppo import ppo_trainer
 
 Weights = dict[str, torch.Tensor]
 
@@ -75,7 +77,7 @@ def whole_copies(model: torch.nn.Module, frozen: bool = False) -> Weights:
 
 def whole_masters(model: torch.nn.Module, optimizer: Any) -> Weights:
     """The trainable parameters as the optimizer keeps them, whole. Collective."""
-    inner = optimizer.optimizer
+    inner = getattr(optimizer, "optimizer", optimizer)
     found = {}
     if type(inner).__name__ == "FP16_UnfusedOptimizer":
         high = {id(low): high for lows, highs in zip(inner.fp16_groups, inner.fp32_groups, strict=True)
@@ -92,6 +94,18 @@ def whole_masters(model: torch.nn.Module, optimizer: Any) -> Weights:
                 .view(getattr(parameter, "ds_shape", parameter.shape))
             )
     return found or whole_copies(model)
+
+
+def moments(optimizer: Any) -> torch.Tensor:
+    """Sum of this rank's Adam moments, and the highest step count, as the innermost optimizer keeps them."""
+    while hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    states = optimizer.state.values()
+    held = [
+        getattr(state[name], "_local_tensor", state[name]) for state in states for name in ("exp_avg", "exp_avg_sq")
+    ]
+    steps = [float(state["step"]) for state in states]
+    return torch.tensor([sum(float(m.abs().double().sum()) for m in held), max(steps, default=0.0)]).double()
 
 
 class Recorder(TrainerCallback):
@@ -134,9 +148,14 @@ class StandStill(TrainerCallback):
 def write(
     folder: Path, name: str, model: torch.nn.Module, optimizer: Any, reference: torch.nn.Module | None = None
 ) -> None:
-    copies, masters = whole_copies(model), whole_masters(model, optimizer)
+    value_model = getattr(model, "value_model", None)
+    policy = model.policy if value_model is not None else model
+    copies, masters = whole_copies(policy), whole_masters(policy, optimizer)
     tensors = {f"copy {n}": t.contiguous() for n, t in copies.items()}
     tensors |= {f"master {n}": t.contiguous() for n, t in masters.items()}
+    if value_model is not None:
+        tensors |= {f"value {n}": t.contiguous() for n, t in whole_masters(value_model, optimizer).items()}
+    tensors["moments"] = moments(optimizer)
     if reference is not None:
         found = whole_copies(reference, frozen=True)
         tensors |= {f"reference {n.removeprefix('module.')}": t.contiguous() for n, t in found.items()}
@@ -238,6 +257,10 @@ def fail_in(where: str) -> None:
 
 
 def make_trainer(folder: Path, settings: dict[str, Any]):
+    base = settings.get("base", folder / "base")
+    if settings.get("kind") == "ppo":
+        # The arguments before the models: they tell transformers that DeepSpeed will shard those.
+        return ppo_trainer(lambda: load_odd(base), base, folder / "out", **settings.get("training", {}))
     kinds = {"grpo": (GRPOTrainer, GRPOConfig), "rloo": (RLOOTrainer, RLOOConfig)}
     make, configure = kinds[settings.get("kind", "grpo")]
     # Before the model: it tells transformers that DeepSpeed will shard it.
@@ -261,7 +284,6 @@ def make_trainer(folder: Path, settings: dict[str, Any]):
         }
         | settings.get("training", {})
     )
-    base = settings.get("base", folder / "base")
     return make(
         load_odd(base) if settings.get("odd", True) else AutoModelForCausalLM.from_pretrained(base),
         letters,
@@ -269,6 +291,14 @@ def make_trainer(folder: Path, settings: dict[str, Any]):
         train_dataset=Dataset.from_dict({"prompt": ["ab", "cd", "ef", "gh"] * 16}),
         processing_class=models.tokenizer(),
     )
+
+
+def save_policy(trainer: Any, folder: Path) -> None:
+    """PPOTrainer.save_model fails under DeepSpeed and DDP; this is the way round that the README tells. Collective."""
+    weights = trainer.accelerator.get_state_dict(trainer.model)
+    if trainer.accelerator.is_main_process:
+        policy = {n.removeprefix("policy."): t for n, t in weights.items() if n.startswith("policy.")}
+        trainer.accelerator.unwrap_model(trainer.model).policy.save_pretrained(folder, state_dict=policy)
 
 
 def prepare() -> None:
@@ -285,11 +315,17 @@ def main(folder: Path, settings: dict[str, Any]) -> None:
     ram = {"hub": folder / "hub", "agent": "tool", "base": settings.get("base", folder / "base"), "merge_every": 2,
            "keep_rounds": 99, "heartbeat": 0.2, "patience": 60, "timeout": 100, "on_hub_error": "raise"}  # fmt: skip
     ram |= settings.get("ram", {})
+    if settings.get("scored"):
+        ram["scorer"] = Scorer("letters", ["ab", "cd", "e"], letters, max_new_tokens=4, batch_size=2)
     rank = dist.get_rank() if dist.is_initialized() else 0
     if settings.get("die", {}).get("rank") == rank:
         trainer.add_callback(Die(settings["die"]["step"]))
     trainer.add_callback(Recorder(folder, "before", settings.get("record", ram["merge_every"])))
-    callback = ram_trl.attach(trainer, **ram)
+    if settings.get("attach", True):
+        callback = ram_trl.attach(trainer, **ram)
+    else:
+        callback = ram_trl.RAMCallback(**ram)
+        trainer.add_callback(callback)
     trainer.add_callback(Recorder(folder, "after", ram["merge_every"], getattr(trainer, "ref_model", None)))
     if settings.get("still", True):
         trainer.add_callback(StandStill(folder, ram["merge_every"]))
@@ -298,12 +334,18 @@ def main(folder: Path, settings: dict[str, Any]) -> None:
     if settings.get("fail", {}).get("rank") == rank:
         fail_in(settings["fail"]["where"])
     try:
-        trainer.train(resume_from_checkpoint=settings.get("resume"))
+        if settings.get("kind") == "ppo":
+            trainer.train()
+        else:
+            trainer.train(resume_from_checkpoint=settings.get("resume"))
     except (OSError, RuntimeError, ValueError) as error:
         (folder / f"error-rank{rank}.json").write_text(json.dumps(f"{type(error).__name__}: {error}"))
         write(folder, "error", trainer.callback_handler.model, trainer.callback_handler.optimizer)
         raise
-    trainer.save_model(str(folder / "saved"))
+    if settings.get("kind") == "ppo":
+        save_policy(trainer, folder / "saved")
+    else:
+        trainer.save_model(str(folder / "saved"))
     seen = {
         "world": dist.get_world_size() if dist.is_initialized() else 1,
         "distributed": str(AcceleratorState().distributed_type).rsplit(".", 1)[-1],

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from ram_trl.hub import Hub
 from tests import models
 from tests.distributed.launching import end, finish
 from tests.distributed.odd import OddModel, odd_model
-from tests.distributed.test_shards import ALL, QUICK, Case, alone, assert_same, seen, start, state
+from tests.distributed.test_shards import ALL, QUICK, Case, Peer, alone, assert_same, seen, start, state
 
 SLOW = pytest.mark.slow
 
@@ -108,6 +109,33 @@ def test_a_job_goes_on_with_another_number_of_ranks(folder, stage, ranks):
         assert_same(seen(folder, "after-begin", rank, "master"), held, rank)
         assert_same(seen(folder, "after-begin", rank, "copy"), {n: t.bfloat16() for n, t in held.items()}, rank)
     assert len(Hub(folder / "hub").decisions()) >= 3
+
+
+@SLOW
+@pytest.mark.parametrize("layout", ["zero2-bf16", "fsdp2-bf16"])
+def test_no_collective_times_out_while_the_job_waits_for_another(folder, layout):
+    """TRAPS 2.13: collectives may take 15 s here, and the other agent comes after 40; only rank 0 watches the hub."""
+    case = replace(QUICK[layout], settings={"training": {"ddp_timeout": 15, "max_steps": 2}, "still": False})
+    job = start(case, folder)
+    peer = Peer(folder)
+    try:
+        deadline = time.monotonic() + 150
+        while not list((folder / "hub" / "agents" / "tool").glob("publication-*/manifest.json")):
+            assert job.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        time.sleep(40)
+        assert job.poll() is None
+        peer.join()
+        peer.meet(2)
+        peer.member.finish(2)
+        finish(job, folder)
+    finally:
+        end(job)
+        peer.member.leave()
+    for rank in (0, 1):
+        assert (folder / f"after-2-rank{rank}.safetensors").exists()
+    assert [p.agent for p in Hub(folder / "hub").decisions()[0].publications] == ["code", "tool"]
 
 
 def digests(hub: Hub, number: int) -> list[dict[str, str]]:

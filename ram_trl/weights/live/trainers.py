@@ -1,9 +1,37 @@
-"""What continual merging has to know of a trainer: its rollout buffer, its metrics, its vLLM engine."""
+"""What continual merging has to know of a trainer: its policy, its rollout buffer, its metrics, its vLLM engine."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from ram_trl.weights.live.layout import LayoutError
+
+
+def merged_part(model: nn.Module) -> nn.Module:
+    """
+    What of a trainer's model is merged: all of it, or PPO's policy without its value model.
+
+    Raises:
+        `LayoutError`: if merging PPO's policy would change the value model, or was not shown to work.
+    """
+    if not (hasattr(model, "policy") and hasattr(model, "value_model")):
+        return model
+    policy: Any = model.policy
+    value_model: Any = model.value_model
+    own = {id(parameter) for parameter in value_model.parameters()}
+    shared = [name for name, parameter in policy.named_parameters() if id(parameter) in own]
+    if shared:
+        raise LayoutError(
+            f"PPO's value model shares parameters with the policy (such as '{shared[0]}'), so a merge would change "
+            "it; load it as a model of its own"
+        )
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
+        raise LayoutError("PPO under FSDP2 was not shown to work; use DDP or DeepSpeed")
+    return policy
 
 
 def at_generation_boundary(trainer: Any) -> bool:

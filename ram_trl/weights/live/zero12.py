@@ -64,6 +64,7 @@ class Zero12(Layout):
         self.parts = {
             names[id(parameter)]: self._part(group, parameter, start, length, at)
             for group, parameter, start, length, at in self._pieces()
+            if id(parameter) in names  # and not PPO's value model
         }
 
     def _pieces(self) -> Iterator[tuple[int, nn.Parameter, int, int, int]]:
