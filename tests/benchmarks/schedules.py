@@ -1,7 +1,7 @@
 """
 Where the time of a run goes, by schedule: python -m tests.benchmarks.schedules [schedule …]
 
-`ram-trl launch` with three GRPO agents and a model of 51 M parameters in fp32 on the CPU, merging every 2 of 8 steps.
+`ram-trl launch` with three GRPO agents and a model of 51 M parameters in fp32 on the CPU, merging every 2 of 4 steps.
 Prints, per schedule, the time of the whole run and each agent's shares of training, publishing, waiting and merging,
 as the run's own report has them.
 """
@@ -37,7 +37,7 @@ def main() -> None:
     for schedule in sys.argv[1:] or SCHEDULES:
         with tempfile.TemporaryDirectory() as temporary:
             folder = Path(temporary)
-            recipe = small_run.recipe(folder, steps=8)
+            recipe = small_run.recipe(folder, steps=4)
             changes = ["base.make=tests.benchmarks.schedules:base", "scoring.rounds=false", "continual.keep_rounds=3"]
             options = [part for change in changes for part in ("--set", change)]
             command = [sys.executable, "-m", "ram_trl.cli", "launch", str(recipe), "--schedule", schedule, *options]
