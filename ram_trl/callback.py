@@ -6,9 +6,11 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import (
     PreTrainedModel,
@@ -25,9 +27,12 @@ from ram_trl.evaluate import ExactScorer, Scorer
 from ram_trl.export import Exporter
 from ram_trl.hub import Hub, HubError
 from ram_trl.member import SAY_EVERY, Member, MemberState, Met
+from ram_trl.rounds import Rounds
 from ram_trl.team import Team
 from ram_trl.turns import parked, rest, taking_turns
+from ram_trl.weights.checkpoint import open_checkpoint
 from ram_trl.weights.live import LiveWeights, Reference, trainers
+from ram_trl.weights.live.lora import Live, LoraWeights
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +78,11 @@ class RAMCallback(TrainerCallback):
             Optimizer moments after loading: `"keep"` or `"reset"`.
         reference (`str`, *optional*, defaults to `"keep"`):
             The reference model (β > 0): `"keep"`, or `"generalist"` to load every round into it, which needs
-            [`attach`].
+            [`attach`]. Of a model with an adapter, the reference is the model without: it follows with `lora="fold"`.
+        lora (`str`, *optional*, defaults to `"fold"`):
+            Of a PEFT model: `"fold"` puts every round into the base's weights and starts the adapter again at zero;
+            `"svd"` leaves the base alone and sets the adapter to the best fit of what the round changes, and what that
+            misses is kept apart. The optimizer's moments start again with either.
         on_hub_error (`str`, *optional*, defaults to `"skip"`):
             `"skip"` trains on when the hub cannot be read or written; `"raise"` stops.
         keep_rounds (`int`, *optional*, defaults to `3`):
@@ -107,6 +116,7 @@ class RAMCallback(TrainerCallback):
         agents: Sequence[str] = (),
         moments: Literal["keep", "reset"] = "keep",
         reference: Literal["keep", "generalist"] = "keep",
+        lora: Literal["fold", "svd"] = "fold",
         on_hub_error: Literal["skip", "raise"] = "skip",
         keep_rounds: int = 3,
         scorer: Scorer | ExactScorer | None = None,
@@ -128,6 +138,7 @@ class RAMCallback(TrainerCallback):
             agents=tuple(agents),
             moments=moments,
             reference=reference,
+            lora=lora,
             on_hub_error=on_hub_error,
             keep_rounds=keep_rounds,
             heartbeat=heartbeat,
@@ -154,7 +165,7 @@ class RAMCallback(TrainerCallback):
         self._reference = self._bound_reference(args) if self.config.reference == "generalist" else None
         # PPO hands callbacks the optimizer as it was before the engine took it over.
         optimizer = kwargs.get("optimizer") if self.trainer is None else self.trainer.optimizer
-        self._live = LiveWeights(trainers.merged_part(kwargs["model"]), self._team, optimizer)
+        self._live = self._weights(trainers.merged_part(kwargs["model"]), optimizer)
         self._exporter = Exporter.shared_by(self.agent, self.hub.path, self.base)
         self._due = False
         self._member = Member(
@@ -199,9 +210,17 @@ class RAMCallback(TrainerCallback):
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         rounded_off = self._live.rounded_off()
+        folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
         if rounded_off and self._team.first:
-            folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
             save_file(dict(rounded_off), folder / RESIDUAL_FILE)
+        if isinstance(self._live, LoraWeights) and not self._member.observes:
+            member = self._member
+            try:
+                self._live.save(folder, member.round, lambda: member.state_of(member.round))
+            except OSError as error:
+                if self.config.on_hub_error == "raise":
+                    raise
+                logger.warning("agent '%s' cannot resume from %s: the hub failed (%s)", self.agent, folder, error)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -216,6 +235,12 @@ class RAMCallback(TrainerCallback):
         return parked(*(getattr(trainer, name, None) for name in HELD))
 
     # ---- helpers ------------------------------------------------------------------------------------------------
+
+    def _weights(self, model: Any, optimizer: Any) -> Live:
+        if not isinstance(model, PeftModel):
+            return LiveWeights(model, self._team, optimizer)
+        opened = partial(open_checkpoint, self.base, "base")
+        return LoraWeights(model, self._team, optimizer, self.agent, self.config.lora, lambda: opened().store)
 
     def _remember(self, state: TrainerState) -> None:
         """Puts the agent's state where the trainer writes it with every checkpoint."""
@@ -235,7 +260,20 @@ class RAMCallback(TrainerCallback):
             if not path.exists():
                 raise HubError(f"{path} is missing: the checkpoint is not whole, resume from an earlier one")
             self._live.restore_rounded_off(load_file(path))
-        return MemberState(**held)
+        member = MemberState(**held)
+        if isinstance(self._live, LoraWeights) and self.config.resync != "none":
+            self._restore_base(self._live, Path(args.output_dir) / f"checkpoint-{state.global_step}", member.round)
+        return member
+
+    def _restore_base(self, live: LoraWeights, folder: Path, number: int) -> None:
+        """A trainer's checkpoint holds the adapter alone; rounds may have changed what it stands on."""
+        if not self._team.ask(self.hub.state_folder(number).exists):
+            return  # then the agent cannot go on from there, and loads the newest round
+        rounds = Rounds(self.hub, self._team, self._team.ask(self.hub.described)["identity"])
+        try:
+            live.restore(folder, number, lambda: rounds.state(number))
+        except FileNotFoundError as error:
+            raise HubError(f"{error.filename} is missing: the checkpoint is not whole, resume from another") from error
 
     def _after_loading(self) -> None:
         if self.config.moments == "reset":
@@ -276,6 +314,8 @@ class RAMCallback(TrainerCallback):
     def _log(self, met: Met, scores: Mapping[str, float] | None = None) -> None:
         metrics = {"ram/exchange_mb": met.exchange_mb, "ram/wait_s": met.wait_s, "ram/merge_s": met.merge_s}
         metrics |= scores or {}
+        if isinstance(self._live, LoraWeights) and self._live.fit_error is not None:
+            metrics["ram/svd_error"] = self._live.fit_error
         if met.density is not None:
             metrics["ram/density"] = met.density
         if met.round is not None:

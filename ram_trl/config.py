@@ -224,6 +224,9 @@ class ContinualConfig(BaseModel):
         reference (`str`, *optional*, defaults to `"keep"`):
             The trainer's reference model (β > 0): `"keep"` leaves it as the trainer made it, `"generalist"` loads
             every round into it, so that the KL term holds agents near the generalist they loaded.
+        lora (`str`, *optional*, defaults to `"fold"`):
+            How a round goes into a model with a LoRA adapter: `"fold"` puts it into the base and starts the adapter at
+            zero, `"svd"` makes the adapter its best fit.
         on_hub_error (`str`, *optional*, defaults to `"skip"`):
             A hub that cannot be read or written (full disk, lost mount): `"skip"` trains on and publishes at the next
             merge; `"raise"` stops. Wrong numbers always raise.
@@ -246,6 +249,7 @@ class ContinualConfig(BaseModel):
     agents: tuple[str, ...] = ()
     moments: Literal["keep", "reset"] = "keep"
     reference: Literal["keep", "generalist"] = "keep"
+    lora: Literal["fold", "svd"] = "fold"
     on_hub_error: Literal["skip", "raise"] = "skip"
     keep_rounds: int = Field(default=3, ge=1)
     heartbeat: float = Field(default=10, gt=0)

@@ -12,18 +12,18 @@ from ram_trl.problems import MergeInputError
 from ram_trl.rounds import write_folder
 from ram_trl.weights import cut
 from ram_trl.weights.checkpoint import open_checkpoint
-from ram_trl.weights.live import LiveWeights
+from ram_trl.weights.live.lora import Live
 from ram_trl.weights.sparse import BLOCK, BlockWriter, blocks
 
 
-def compare_with_base(live: LiveWeights, folder: Path, agent: str, trained: bool) -> tuple[bool, dict[str, str]]:
+def compare_with_base(live: Live, folder: Path, agent: str, trained: bool) -> tuple[bool, dict[str, str]]:
     """
     Checks that a model starts from the base.
 
     Collective: all ranks of the job.
 
     Args:
-        live (`LiveWeights`):
+        live (`LiveWeights` or `LoraWeights`):
             The model's weights.
         folder (`Path`):
             The base.
@@ -92,14 +92,14 @@ def compare_with_base(live: LiveWeights, folder: Path, agent: str, trained: bool
     return not exact, digest.sums(shares)
 
 
-def write_base_state(live: LiveWeights, folder: Path, hub: Hub, rounded: bool) -> None:
+def write_base_state(live: Live, folder: Path, hub: Hub, rounded: bool) -> None:
     """
     Makes state 0 of the hub, the base, unless it is there.
 
     Collective: all ranks of the job.
 
     Args:
-        live (`LiveWeights`):
+        live (`LiveWeights` or `LoraWeights`):
             Tells the tensors and this rank's share.
         folder (`Path`):
             The base.

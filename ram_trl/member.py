@@ -31,7 +31,7 @@ from ram_trl.hub import Heartbeat, Hub, HubError
 from ram_trl.plan import Counts
 from ram_trl.rounds import Rounds, write_folder
 from ram_trl.weights import Span, Store, cut
-from ram_trl.weights.live import LiveWeights
+from ram_trl.weights.live.lora import Live
 from ram_trl.weights.sparse import BLOCK, Blocks, BlockWriter, blocks
 from ram_trl.workers import Workers
 
@@ -111,7 +111,7 @@ class Member:
             Its name.
         base (`Path`):
             Folder of the checkpoint that training starts from.
-        live (`LiveWeights`):
+        live (`LiveWeights` or `LoraWeights`):
             The model's weights.
         config (`ContinualConfig`):
             How it merges.
@@ -131,7 +131,7 @@ class Member:
         hub: Hub,
         agent: str,
         base: Path,
-        live: LiveWeights,
+        live: Live,
         config: ContinualConfig,
         *,
         export: Callable[[int], None] = lambda number: None,
@@ -191,6 +191,7 @@ class Member:
             `HubError`: if the hub is another run's, or the agent's name is taken.
             `MergeInputError`: if the weights are not the base's, naming tensors and both values.
         """
+        self._live.refresh()
         rounded, fingerprint = compare_with_base(self._live, self._base, self.agent, checkpoint is not None)
         identity = {
             "shapes": {name: list(self._live.shape(name)) for name in self._live.names()},
@@ -316,6 +317,7 @@ class Member:
         Loads the newest round where publishing makes no sense before: if a publication of this agent was consumed
         since the last load, or if the state it had loaded was removed while it stalled (its update is dropped then).
         """
+        self._live.refresh()
         decisions = self._decisions()
         if self.observes:
             return
@@ -335,6 +337,7 @@ class Member:
             `MergeInputError`: if a weight is NaN or Inf.
             `OSError`: if the hub cannot be written; nothing of the publication is visible then.
         """
+        self._live.refresh()
         base_round = 0 if self.observes else self.round
         merge, names, owned = self._config.merge, self._live.names(), list(blocks(self._live.owned()))
         dtypes = {name: torch.bfloat16 if merge.ulp else self._live.dtype(name) for name in names}
@@ -449,6 +452,7 @@ class Member:
 
     def load(self, decisions: list[Decision]) -> None:
         """θ ← S_k + (θ − S_b − τ̂ if consumed), b ← k, for the newest round k."""
+        self._live.refresh()
         state = self._made_state(decisions)
         taken = next((p for d in decisions[self.round :] if (p := d.of(self.agent)) is not None), None)
         self._move(state, taken, len(decisions))
@@ -512,15 +516,11 @@ class Member:
         """
         Runs `work` with the weights set to the newest state, then puts the agent's own back, to the bit.
 
-        Needs memory for a float32 copy of what this rank holds, on the CPU.
+        Needs memory for a copy of what this rank holds, on the CPU.
         """
         state = self._team.together(lambda: self._rounds.state(self.round))
-        kept = {span: self._live.read(span.name, span.start, span.stop) for span in blocks(self._live.held())}
-        self._overwrite(lambda span: span.of(state))
-        try:
+        with self._live.showing(lambda span: span.of(state)):
             return work()
-        finally:
-            self._overwrite(lambda span: kept[span])
 
     def note_score(self, task: str, score: float) -> None:
         """Writes the score of the newest generalist to the hub, for the status. Rank 0 alone."""

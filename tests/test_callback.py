@@ -64,13 +64,19 @@ def trainer_of(agent: str, base: Path, out: Path, kind: str = "grpo", callbacks=
         "seed": len(agent),
     }
     model = AutoModelForCausalLM.from_pretrained(base, dtype=arguments.pop("dtype", torch.float32))
+    adapter = arguments.pop("peft_config", None)
     rollouts = {"num_generations": 4, "max_completion_length": 5}
     dataset = Dataset.from_dict({"prompt": ["ab", "cd", "ef", "gh"] * 8})
     if kind == "sft":
         text = Dataset.from_dict({"text": [f"{agent} abc", f"{agent} xyz"] * 16})
         config = SFTConfig(**(common | {"max_length": 16} | arguments))
         return SFTTrainer(
-            model, config, train_dataset=text, processing_class=models.tokenizer(), callbacks=[*callbacks]
+            model,
+            config,
+            train_dataset=text,
+            processing_class=models.tokenizer(),
+            callbacks=[*callbacks],
+            peft_config=adapter,
         )
     kinds = {"grpo": (GRPOTrainer, GRPOConfig), "rloo": (RLOOTrainer, RLOOConfig)}
     make, configure = kinds[kind]
@@ -81,6 +87,7 @@ def trainer_of(agent: str, base: Path, out: Path, kind: str = "grpo", callbacks=
         train_dataset=dataset,
         processing_class=models.tokenizer(),
         callbacks=[*callbacks],
+        peft_config=adapter,
     )
 
 
@@ -420,8 +427,8 @@ def test_rotating_checkpoints_leaves_the_generalists_alone(base, tmp_path):
     assert all(hub.generalist_folder(number).exists() for number in (1, 2, 3, 4))
 
 
-def test_adapters_are_refused_before_training(base, tmp_path):
-    trainer = trainer_of("tool", base, tmp_path)
-    trainer.model = get_peft_model(trainer.model, LoraConfig(target_modules=["q_proj"]))
+def test_adapters_where_they_are_not_understood_are_refused(base, tmp_path):
+    """As in a model that holds a PEFT model; a PEFT model itself is another kind of weights."""
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), LoraConfig(target_modules=["q_proj"]))
     with pytest.raises(LayoutError, match=r"peft adapters .*lora_"):
-        LiveWeights(trainer.model, Team())
+        LiveWeights(torch.nn.ModuleDict({"policy": model}), Team())

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 from datasets import Dataset
+from peft import LoraConfig
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
@@ -284,12 +285,15 @@ def make_trainer(folder: Path, settings: dict[str, Any]):
         }
         | settings.get("training", {})
     )
+    adapter = {"peft_config": LoraConfig(**settings["adapter"])} if "adapter" in settings else {}
+    torch.manual_seed(7)
     return make(
         load_odd(base) if settings.get("odd", True) else AutoModelForCausalLM.from_pretrained(base),
         letters,
         args=arguments,
         train_dataset=Dataset.from_dict({"prompt": ["ab", "cd", "ef", "gh"] * 16}),
         processing_class=models.tokenizer(),
+        **adapter,
     )
 
 

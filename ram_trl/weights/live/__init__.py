@@ -8,7 +8,8 @@ never gathered: a rank reads and writes its own ranges.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from ram_trl.team import Team
-from ram_trl.weights import Span, cut
+from ram_trl.weights import Span
 from ram_trl.weights.live import trainers
 from ram_trl.weights.live.fsdp2 import Fsdp2
 from ram_trl.weights.live.layout import Layout, LayoutError, named
@@ -25,7 +26,7 @@ from ram_trl.weights.live.plain import Plain, Stage0
 from ram_trl.weights.live.reference import Reference
 from ram_trl.weights.live.zero3 import Zero3
 from ram_trl.weights.live.zero12 import Zero12
-from ram_trl.weights.sparse import BLOCK
+from ram_trl.weights.sparse import BLOCK, blocks
 
 __all__ = ["LayoutError", "LiveWeights", "Reference", "trainers"]
 
@@ -48,6 +49,8 @@ class LiveWeights:
             The ranks of the job.
         optimizer (`torch.optim.Optimizer`, *optional*):
             The optimizer as a `TrainerCallback` gets it; needed under DeepSpeed, whose optimizer holds the masters.
+        adapters (`bool`, *optional*, defaults to `False`):
+            Take the factors of adapters as parameters like others: for `LoraWeights`, which knows what they mean.
 
     Raises:
         `LayoutError`: if the layout was not shown to work, if the ranks' shards do not tile the parameters, or if
@@ -56,16 +59,16 @@ class LiveWeights:
 
     aliases: Mapping[str, str]
 
-    def __init__(self, model: nn.Module, team: Team, optimizer: Any = None) -> None:
+    def __init__(self, model: nn.Module, team: Team, optimizer: Any = None, *, adapters: bool = False) -> None:
         self.aliases = {}
         self.team = team
-        self._layout = team.together(lambda: _layout_of(model, optimizer, team))
+        self._layout = team.together(lambda: _layout_of(model, optimizer, team, adapters))
         self._apart: dict[str, Tensor] = {
             name: torch.zeros(part.length)
             for name, part in self._layout.parts.items()
             if self._layout.dtypes[name] == torch.bfloat16
         }
-        self._check_cover()
+        check_cover(self.title, self._layout.shapes, self.held(), self.replicated, team)
         team.together(self._check_copies)
 
     @property
@@ -112,6 +115,31 @@ class LiveWeights:
         with torch.no_grad():
             self._layout.commit()
 
+    def refresh(self) -> None:
+        """Nothing to do: reads see the weights as they are."""
+
+    @contextmanager
+    def showing(self, source: Callable[[Span], Tensor]) -> Iterator[None]:
+        """
+        Within, the model computes with other weights; afterwards with its own again, to the bit. Collective.
+
+        Needs memory for a float32 copy of what this rank holds, on the CPU.
+        """
+        kept = {span: self.read(span.name, span.start, span.stop) for span in blocks(self.held())}
+        self._overwrite(source)
+        try:
+            yield
+        finally:
+            self._overwrite(lambda span: kept[span])
+
+    def _overwrite(self, source: Callable[[Span], Tensor]) -> None:
+        def write() -> None:
+            for span in blocks(self.held()):
+                self.write(span.name, span.start, source(span))
+
+        self.team.together(write)
+        self.commit()
+
     def forget_moments(self) -> None:
         """Sets the optimizer's moments and their step count back to the start. Not collective."""
         self._layout.forget_moments()
@@ -122,7 +150,7 @@ class LiveWeights:
 
     def owned(self) -> list[Span]:
         """What this rank publishes and merges for the job, none twice: its shards, or its share of the blocks."""
-        return _share(self.held(), self.team) if self.replicated else self.held()
+        return share_of(self.held(), self.team) if self.replicated else self.held()
 
     def rounded_off(self) -> Mapping[str, Tensor]:
         """What bf16 parameters cannot hold, by name, float32; empty for fp32 masters. Goes into checkpoints."""
@@ -142,26 +170,8 @@ class LiveWeights:
         for name, tensor in tensors.items():
             self._apart[name].copy_(tensor)
 
-    def _check_cover(self) -> None:
-        """Collective."""
-        held: list[list[Span]] = self.team.collect(self.held())
-        for name, shape in self._layout.shapes.items():
-            entries = torch.Size(shape).numel()
-            spans = [span for rank in held for span in rank if span.name == name]
-            reached = 0
-            for span in sorted(spans, key=lambda span: span.start) if not self.replicated else spans[:1]:
-                if span.start != reached:
-                    break
-                reached = span.stop
-            if reached != entries or (self.replicated and len(set(spans)) != 1):
-                told = ", ".join(f"{span.start}-{span.stop}" for span in spans)
-                raise LayoutError(
-                    f"{self.title}: the ranks hold entries {told or 'nothing'} of '{name}', which has {entries}; "
-                    "together they have to hold each once. Is every trainable parameter in the optimizer?"
-                )
-
     def _check_copies(self) -> None:
-        for span in cut(self.held(), BLOCK):
+        for span in blocks(self.held()):
             part = self._layout.parts[span.name]
             inside = slice(span.start - part.start, span.stop - part.start)
             master = part.master()[inside]
@@ -176,10 +186,42 @@ class LiveWeights:
                     )
 
 
-def _layout_of(model: nn.Module, optimizer: Any, team: Team) -> Layout:
+def check_cover(
+    title: str, shapes: Mapping[str, tuple[int, ...]], held: list[Span], replicated: bool, team: Team
+) -> None:
+    """
+    Checks that what the ranks hold tiles every parameter. Collective.
+
+    Raises:
+        `LayoutError`: naming a parameter that is not covered.
+    """
+    everyone: list[list[Span]] = team.collect(held)
+    for name, shape in shapes.items():
+        entries = torch.Size(shape).numel()
+        spans = [span for rank in everyone for span in rank if span.name == name]
+        reached = 0
+        for span in sorted(spans, key=lambda span: span.start) if not replicated else spans[:1]:
+            if span.start != reached:
+                break
+            reached = span.stop
+        if reached != entries or (replicated and len(set(spans)) != 1):
+            told = ", ".join(f"{span.start}-{span.stop}" for span in spans)
+            raise LayoutError(
+                f"{title}: the ranks hold entries {told or 'nothing'} of '{name}', which has {entries}; "
+                "together they have to hold each once. Is every trainable parameter in the optimizer?"
+            )
+
+
+def _layout_of(model: nn.Module, optimizer: Any, team: Team, adapters: bool) -> Layout:
     parameters = {name: parameter for name, parameter in named(model).items() if parameter.requires_grad}
     if not parameters:
         raise LayoutError("the model has no trainable parameter")
+    factor = next((name for name in parameters if ".lora_" in name), None)
+    if factor is not None and not adapters:
+        raise LayoutError(
+            f"this model has peft adapters (such as '{factor}') but is no PEFT model itself; adapters are merged in "
+            "trainers that train a PeftModel (GRPO, RLOO, SFT)"
+        )
     while isinstance(optimizer, AcceleratedOptimizer):
         optimizer = optimizer.optimizer
     optimizer = getattr(next(iter(parameters.values())), "_z3_optimizer", optimizer)  # ZeRO-3 tells by itself
@@ -202,9 +244,10 @@ def _layout_of(model: nn.Module, optimizer: Any, team: Team) -> Layout:
     return Plain(parameters, optimizer)
 
 
-def _share(spans: list[Span], team: Team) -> list[Span]:
-    blocks = sum(-(-len(span) // BLOCK) for span in spans)
-    low, high = (rank * blocks // team.world for rank in (team.rank, team.rank + 1))
+def share_of(spans: list[Span], team: Team) -> list[Span]:
+    """This rank's share of the blocks, where every rank holds everything."""
+    number = sum(-(-len(span) // BLOCK) for span in spans)
+    low, high = (rank * number // team.world for rank in (team.rank, team.rank + 1))
     owned, passed = [], 0
     for span in spans:
         here = -(-len(span) // BLOCK)

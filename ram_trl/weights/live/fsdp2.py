@@ -45,7 +45,6 @@ class Fsdp2(Layout):
                     dtypes
                 ),
                 "it offloads parameters to the CPU, which was not shown to work": any(map(_offloads, self._sharded)),
-                "peft adapters are not merged by this version": any(".lora_" in name for name in parameters),
             },
         )
         self.shapes = {name: tuple(p.shape) for name, p in parameters.items()}

@@ -97,8 +97,6 @@ def _check_plain(parameters: Mapping[str, nn.Parameter]) -> None:
             reasons["DTensor parameters that FSDP2 did not make (tensor parallelism)"] = name
         elif getattr(parameter, "_is_flat_param", False) or type(parameter).__name__ == "FlatParameter":
             reasons["FSDP1 flat parameters"] = name
-        elif ".lora_" in name:
-            reasons["peft adapters"] = name
         elif parameter.dtype not in (torch.float32, torch.bfloat16):
             reasons[f"{parameter.dtype} parameters"] = name
         elif parameter.numel() == 0:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import nn
@@ -33,7 +33,7 @@ class Reference:
 
     def __init__(self, model: nn.Module, team: Team) -> None:
         self._team = team
-        self._layout = team.together(lambda: _layout_of(model, team))
+        self._layout = team.together(lambda: frozen_layout(named(model), model, team))
 
     def load(self, opened: Callable[[], Store]) -> None:
         """
@@ -57,9 +57,14 @@ class Reference:
             self._layout.commit()
 
 
-def _layout_of(model: nn.Module, team: Team) -> Layout:
-    parameters = named(model)
-    if all(hasattr(parameter, "ds_id") for parameter in parameters.values()):
+def frozen_layout(parameters: Mapping[str, nn.Parameter], model: nn.Module, team: Team) -> Layout:
+    """
+    How parameters that no optimizer steps are spread over the ranks.
+
+    Raises:
+        `LayoutError`: if that was not shown to work.
+    """
+    if parameters and all(hasattr(parameter, "ds_id") for parameter in parameters.values()):
         return Zero3Frozen(parameters)
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         return Fsdp2(parameters, model, None, team)

@@ -56,7 +56,6 @@ class Zero12(Layout):
                 "experts or sequences are split over ranks (MoE, tensor or sequence parallelism)": any(
                     dist.get_world_size(group=group) != team.world for group in engine.real_dp_process_group
                 ),
-                "peft adapters are not merged by this version": any(".lora_" in name for name in parameters),
             },
         )
         self.shapes = {name: tuple(p.shape) for name, p in parameters.items()}

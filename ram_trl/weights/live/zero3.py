@@ -70,7 +70,6 @@ class Zero3(Layout):
                 "parameters are split over a part of the ranks (MiCS, tensor, expert or sequence parallelism)": any(
                     dist.get_world_size(group=p.ds_process_group) != team.world for p in parameters.values()
                 ),
-                "peft adapters are not merged by this version": any(".lora_" in name for name in parameters),
             },
         )
 
