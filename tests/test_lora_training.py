@@ -359,6 +359,18 @@ def test_resuming_equals_an_unbroken_run(base, tmp_path, mode):
         trainer.train(resume_from_checkpoint=str(tmp_path / "broken" / "tool" / "checkpoint-3"))
 
 
+def test_resuming_where_it_was_not_shown_to_work_is_refused(base, tmp_path, monkeypatch):
+    trainer = lora_trainer("tool", base, tmp_path, max_steps=2, save_strategy="steps", save_steps=2)
+    arguments = {"hub": tmp_path / "hub", "agent": "tool", "base": base, "merge_every": 2}
+    ram_trl.attach(trainer, **arguments, **ALONE)
+    trainer.train()
+    monkeypatch.setattr(LoraWeights, "title", "LoRA (fold), DeepSpeed ZeRO-3")
+    trainer = lora_trainer("tool", base, tmp_path, max_steps=4)
+    ram_trl.attach(trainer, **arguments, **ALONE)
+    with pytest.raises(HubError, match=r"agent 'tool': resuming .* ZeRO-3.*resume=True"):
+        trainer.train(resume_from_checkpoint=str(tmp_path / "tool" / "checkpoint-2"))
+
+
 def test_a_lora_agent_and_a_whole_model_share_a_hub(base, tmp_path):
     def work(agent: str):
         def run():
