@@ -371,6 +371,18 @@ def test_resuming_where_it_was_not_shown_to_work_is_refused(base, tmp_path, monk
         trainer.train(resume_from_checkpoint=str(tmp_path / "tool" / "checkpoint-2"))
 
 
+def test_observing_agents_train_as_if_alone(base, tmp_path):
+    observed = lora_trainer("tool", base, tmp_path / "observed")
+    arguments = {"hub": tmp_path / "hub", "agent": "tool", "base": base, "merge_every": 2, "keep_rounds": 99}
+    ram_trl.attach(observed, **arguments, config=MergeConfig(epsilon=0), resync="none", **ALONE)
+    observed.train()
+    alone = lora_trainer("tool", base, tmp_path / "alone")
+    alone.train()
+    assert all(torch.equal(p, observed.model.get_parameter(n)) for n, p in alone.model.named_parameters())
+    generalist = lora.logits(model_with(base, states(tmp_path / "hub")[3]))
+    assert lora.distance(generalist, lora.logits(alone.model)) < 1e-5
+
+
 def test_a_lora_agent_and_a_whole_model_share_a_hub(base, tmp_path):
     def work(agent: str):
         def run():
