@@ -82,7 +82,8 @@ class RAMCallback(TrainerCallback):
         lora (`str`, *optional*, defaults to `"fold"`):
             Of a PEFT model: `"fold"` puts every round into the base's weights and starts the adapter again at zero;
             `"svd"` leaves the base alone and sets the adapter to the best fit of what the round changes, and what that
-            misses is kept apart. The optimizer's moments start again with either.
+            misses is kept apart. The optimizer's moments start again with either. With `"fold"`, an adapter that the
+            trainer saves belongs to the newest round and not to the base.
         on_hub_error (`str`, *optional*, defaults to `"skip"`):
             `"skip"` trains on when the hub cannot be read or written; `"raise"` stops.
         keep_rounds (`int`, *optional*, defaults to `3`):
@@ -267,6 +268,12 @@ class RAMCallback(TrainerCallback):
 
     def _restore_base(self, live: LoraWeights, folder: Path, number: int) -> None:
         """A trainer's checkpoint holds the adapter alone; rounds may have changed what it stands on."""
+        if "DeepSpeed" in live.title:
+            raise HubError(
+                f"agent '{self.agent}': resuming the training of an adapter from a checkpoint was not shown to work "
+                f"with this layout ({live.title}); start it from the base with resume=True, and it goes on from the "
+                "newest round, without what it had learnt since it last published"
+            )
         if not self._team.ask(self.hub.state_folder(number).exists):
             return  # then the agent cannot go on from there, and loads the newest round
         rounds = Rounds(self.hub, self._team, self._team.ask(self.hub.described)["identity"])

@@ -359,6 +359,30 @@ def test_resuming_equals_an_unbroken_run(base, tmp_path, mode):
         trainer.train(resume_from_checkpoint=str(tmp_path / "broken" / "tool" / "checkpoint-3"))
 
 
+def test_resuming_where_it_was_not_shown_to_work_is_refused(base, tmp_path, monkeypatch):
+    trainer = lora_trainer("tool", base, tmp_path, max_steps=2, save_strategy="steps", save_steps=2)
+    arguments = {"hub": tmp_path / "hub", "agent": "tool", "base": base, "merge_every": 2}
+    ram_trl.attach(trainer, **arguments, **ALONE)
+    trainer.train()
+    monkeypatch.setattr(LoraWeights, "title", "LoRA (fold), DeepSpeed ZeRO-3")
+    trainer = lora_trainer("tool", base, tmp_path, max_steps=4)
+    ram_trl.attach(trainer, **arguments, **ALONE)
+    with pytest.raises(HubError, match=r"agent 'tool': resuming .* ZeRO-3.*resume=True"):
+        trainer.train(resume_from_checkpoint=str(tmp_path / "tool" / "checkpoint-2"))
+
+
+def test_observing_agents_train_as_if_alone(base, tmp_path):
+    observed = lora_trainer("tool", base, tmp_path / "observed")
+    arguments = {"hub": tmp_path / "hub", "agent": "tool", "base": base, "merge_every": 2, "keep_rounds": 99}
+    ram_trl.attach(observed, **arguments, config=MergeConfig(epsilon=0), resync="none", **ALONE)
+    observed.train()
+    alone = lora_trainer("tool", base, tmp_path / "alone")
+    alone.train()
+    assert all(torch.equal(p, observed.model.get_parameter(n)) for n, p in alone.model.named_parameters())
+    generalist = lora.logits(model_with(base, states(tmp_path / "hub")[3]))
+    assert lora.distance(generalist, lora.logits(alone.model)) < 1e-5
+
+
 def test_a_lora_agent_and_a_whole_model_share_a_hub(base, tmp_path):
     def work(agent: str):
         def run():
