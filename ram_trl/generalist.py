@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 from collections.abc import Collection, Iterable
 from pathlib import Path
@@ -169,7 +170,7 @@ def write_checksums(folder: Path, weights: Iterable[FinishedFile]) -> None:
             sums[str(path.relative_to(folder))] = hashlib.sha256(path.read_bytes()).hexdigest()
     with errors_name(folder / CHECKSUMS_FILE):
         lines = "".join(f"{sums[name]}  {name}\n" for name in sorted(sums))
-        (folder / CHECKSUMS_FILE).write_text(lines, encoding="utf-8")
+        (folder / CHECKSUMS_FILE).write_bytes(os.fsencode(lines))
 
 
 def _say_dtype(path: Path, dtype: torch.dtype) -> None:

@@ -347,6 +347,9 @@ def _check_output(
     parent = next(path for path in out.resolve().parents if path.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
         problems.append(Problem("output", f"{out} cannot be made: {parent} is not a folder that can be written to"))
+    if (store.folder / "plots").is_file():
+        what = f"{store.folder / 'plots'} is a file, but the output has a folder of that name; rename it"
+        problems.append(Problem("output", what))
     shapes, dtypes = layout(store, dtype)
     needed, free = total_bytes(shapes.values(), dtypes.values()), shutil.disk_usage(parent).free
     if store.folder.is_dir():

@@ -29,6 +29,7 @@ from transformers import (
 )
 
 from ram_trl import MergeConfig, MergeInputError, merge, merge_state_dicts, probe
+from ram_trl.offline import find_problems
 from ram_trl.weights.writer import CheckpointWriter
 from tests import models
 from tests.crash import forked
@@ -512,6 +513,17 @@ def test_1_21_quantized_weights_are_refused(family):
         assert words in text, words
 
 
+def test_1_21_quantization_is_seen_wherever_it_is_said(family):
+    for name in ("part", "compressed", "file"):
+        shutil.copytree(family / "tool", family / name)
+    models.reconfigure(family / "part", text_config={"quantization_config": {"quant_method": "awq"}})
+    models.reconfigure(family / "compressed", compression_config={"format": "pack-quantized"})
+    (family / "file" / "hf_quant_config.json").write_text("{}")
+    text = refusal(family, {name: family / name for name in ("part", "compressed", "file")})
+    for words in ("agent 'part'", "quantization_config (awq)", "compression_config", "hf_quant_config.json"):
+        assert words in text, words
+
+
 def test_1_21_masks_in_bytes_and_masks_of_infinity_are_no_weights(tmp_path):
     """GPT-2 checkpoints carry their causal masks; they are the same everywhere and come from the base."""
     torch.manual_seed(0)
@@ -576,3 +588,21 @@ def test_1_24_the_coefficients_that_were_applied_are_reported(tmp_path):
     torch.testing.assert_close(weights(tmp_path / "out")["w"], torch.tensor([1.3, 7.0, 2.55]))
     card = (tmp_path / "out" / "README.md").read_text()
     assert "| a | 66.67% | 1 | 1 | 1 | 1.5 | 0.1 |" in card
+
+
+def test_1_10_weights_in_capitals_are_not_taken_for_side_files(family, tmp_path):
+    (family / "base" / "OLD.SAFETENSORS").write_bytes(b"stale")
+    report = merge(family / "base", {"tool": family / "tool"}, tmp_path / "out")
+    assert any("OLD.SAFETENSORS" in warning for warning in report.warnings)
+    assert not (tmp_path / "out" / "OLD.SAFETENSORS").exists()
+
+
+def test_1_11_side_files_may_have_any_name_but_that_of_our_folder(family, tmp_path):
+    name = os.fsdecode(b"caf\xe9.txt")  # not UTF-8
+    (family / "base" / name).write_text("menu")
+    merge(family / "base", {"tool": family / "tool"}, tmp_path / "out")
+    assert (tmp_path / "out" / name).read_text() == "menu"
+    assert b"caf\xe9.txt" in (tmp_path / "out" / "SHA256SUMS").read_bytes()
+    (family / "base" / "plots").write_text("not a folder")
+    problems = find_problems(family / "base", {"tool": family / "tool"}, tmp_path / "again")
+    assert any("plots is a file" in str(problem) for problem in problems)

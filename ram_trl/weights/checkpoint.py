@@ -43,6 +43,8 @@ DTYPES = {
 """Dtypes of weights and buffers, as safetensors names them. Others (float8, …) hold quantized weights."""
 SAFETENSORS_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
+QUANTIZATION_KEYS = ("quantization_config", "compression_config")
+QUANTIZATION_FILE = "hf_quant_config.json"
 BYTES = ("I8", "U8")
 QUANTIZED = ("weight", "qzeros", "scales", "weight_packed")
 """A tensor of bytes whose name ends so holds quantized weights; others are buffers, such as an attention mask."""
@@ -147,12 +149,7 @@ def open_checkpoint(folder: Path, where: str) -> Opened:
         opened.problems.append(Problem(where, f"{folder} is not a folder; give a folder made by save_pretrained"))
         return opened
     config = _read_json(folder / "config.json", where, opened.problems)
-    quantization = config.get("quantization_config")
-    if quantization:
-        known = isinstance(quantization, dict)
-        kind = quantization.get("quant_method", "unknown method") if known else quantization
-        what = f"{folder / 'config.json'} has a quantization_config ({kind}); save the model dequantized, then merge"
-        opened.problems.append(Problem(where, what))
+    opened.problems += [Problem(where, what) for what in _quantizations(folder, config)]
     tensors: dict[str, Tensor] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     holder: dict[str, Path] = {}
@@ -190,9 +187,24 @@ def _read_json(path: Path, where: str, problems: list[Problem]) -> dict[str, Any
     return values
 
 
+def _quantizations(folder: Path, config: Mapping[str, Any]) -> list[str]:
+    """What says that weights are quantized: config.json, one of its parts (`text_config`, …), or a file of its own."""
+    advice = "save the model dequantized, then merge"
+    found = []
+    for part in (config, *(part for part in config.values() if isinstance(part, dict))):
+        for key in QUANTIZATION_KEYS:
+            if part.get(key):
+                known = isinstance(part[key], dict)
+                kind = part[key].get("quant_method", "unknown method") if known else part[key]
+                found.append(f"{folder / 'config.json'} has a {key} ({kind}); {advice}")
+    if (folder / QUANTIZATION_FILE).exists():
+        found.append(f"{folder / QUANTIZATION_FILE} says that weights are quantized; {advice}")
+    return found
+
+
 def _weight_files(folder: Path, where: str, opened: Opened) -> dict[Path, frozenset[str] | None]:
     """The files to read, with the tensors wanted from each (`None`: all)."""
-    found = sorted(path for path in folder.iterdir() if path.suffix in WEIGHT_SUFFIXES)
+    found = sorted(path for path in folder.iterdir() if path.suffix.lower() in WEIGHT_SUFFIXES)
     files: dict[Path, frozenset[str] | None] = {}
     if (folder / INDEX_FILE).exists():
         index = _read_json(folder / INDEX_FILE, where, opened.problems)
@@ -334,7 +346,7 @@ def side_files(folder: Path) -> list[Path]:
         if path.is_file()
         and path.name not in ours
         and not path.name.endswith(".index.json")
-        and path.suffix not in WEIGHT_SUFFIXES
+        and path.suffix.lower() not in WEIGHT_SUFFIXES
     )
 
 
