@@ -171,7 +171,7 @@ class BlockFile:
         self._names = [name for name, _ in named]
         self._check_table()
         self._rows = {name: self._rows_of(i) for i, name in enumerate(self._names)}
-        self._sound: set[int] = set()
+        self._sound: set[tuple[int, int]] = set()
 
     def _check_table(self) -> None:
         table, sizes = self.table, np.array([self.dtypes[name].itemsize for name in self._names], np.int64)
@@ -232,13 +232,14 @@ class BlockFile:
     def _fill_block(self, name: str, row: NDArray[np.int64], low: int, high: int, target: NDArray[np.float32]) -> None:
         place = int(row[OFFSET])
         content = self._payload[place : place + row[BYTES]]
-        if place not in self._sound:
+        block = place, int(row[BYTES])  # an empty block stands where the next one starts
+        if block not in self._sound:
             if zlib.crc32(content) != row[CRC]:
                 stop = row[START] + row[LENGTH]
                 raise BlockFileError(
                     f"{self.path} is damaged: checksum of '{name}' entries {row[START]}-{stop} does not fit"
                 )
-            self._sound.add(place)  # a block is checked once, by whoever needs it first
+            self._sound.add(block)  # checked once, by whoever needs it first
         dtype, count, length = self.dtypes[name], int(row[ACTIVE]), int(row[LENGTH])
         if count == 0:
             return
