@@ -1,5 +1,5 @@
 """
-Sweeps, comparisons and selections over flat tensors, several times faster on the CPU than torch's own.
+Sweeps, comparisons and selections over flat tensors, made for chunks that are worked on by one thread each.
 
 On the CPU sweeps are compiled (`compiled.py`), and a choice between two numbers is made on their bits, with masks that
 have all bits set or none: plain integer arithmetic, which is vectorized everywhere, and exact. On a GPU it is torch.

@@ -129,8 +129,9 @@ class Change:
             pattern, square, square_active = compiled.survey(*arrays, masks)
             peak = float(np.int32(pattern).view(np.float32))
         else:
-            tau = self.stored.to(torch.float32) - self.reference
-            mask, thinned = self._active(tau)
+            theta = self.stored.to(torch.float32)
+            tau = theta - self.reference
+            mask, thinned = self._active(theta, tau)
             for row, where in zip(masks, (mask, thinned > 0, thinned < 0), strict=True):
                 row[:entries] = where.cpu().numpy()
             peak = float(tau.abs().max()) if entries else 0.0
@@ -140,7 +141,7 @@ class Change:
     def update(self, base: Tensor) -> Update:
         """What it changed, worked out; `base` is the chunk's."""
         theta = self.stored.to(torch.float32)
-        active, tau = self._active(theta - self.reference)
+        active, tau = self._active(theta, theta - self.reference)
         weight = self.config.weight(self.agent)
         if weight != 1:
             tau = tau * weight
@@ -180,8 +181,7 @@ class Change:
         """Whether base + τ is meant to be the agent's own weights."""
         return self.reference is base and self.config.weight(self.agent) == 1
 
-    def _active(self, tau: Tensor) -> tuple[Tensor, Tensor]:
-        theta = self.stored.to(torch.float32)
+    def _active(self, theta: Tensor, tau: Tensor) -> tuple[Tensor, Tensor]:
         return criterion.active(theta, self.reference, tau, self.config, self.threshold, self.base_dtype)
 
     def _array(self) -> NDArray[np.generic]:
