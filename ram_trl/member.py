@@ -124,6 +124,8 @@ class Member:
             turns.
         aside (`Callable[[], AbstractContextManager[None]]`, *optional*):
             Entered on every rank around waiting, in which no weight is touched.
+        goes_on (`Callable[[], bool]`, *optional*):
+            Asked from another thread whether the agent still trains; if not, its heartbeat ends.
     """
 
     def __init__(
@@ -138,6 +140,7 @@ class Member:
         rest: Callable[[float], None] = time.sleep,
         look_for: float = SAY_EVERY,
         aside: Callable[[], AbstractContextManager[None]] = nullcontext,
+        goes_on: Callable[[], bool] = lambda: True,
     ) -> None:
         self.hub = hub
         self.agent = agent
@@ -150,6 +153,7 @@ class Member:
         self._rest = rest
         self._look_for = look_for
         self._aside = aside
+        self._goes_on = goes_on
         self._pause = min(0.2, config.heartbeat / 4)
         self._team = live.team
         self._heartbeat: Heartbeat | None = None
@@ -228,7 +232,7 @@ class Member:
                 f"agent '{self.agent}' has been in {self.hub.path} before; pass resume=True (or resume from a "
                 "checkpoint) to go on under that name, or name another hub folder"
             )
-        self._heartbeat = Heartbeat(self.hub, self.agent, self._config.heartbeat)
+        self._heartbeat = Heartbeat(self.hub, self.agent, self._config.heartbeat, self._goes_on)
         self._heartbeat.start()
         self.hub.tidy(self.agent)
         self.hub.unfinish(self.agent)
@@ -377,8 +381,7 @@ class Member:
         met.report = self._round_report(met.round)
         if closed and self._team.first:
             self._export(met.round)
-            living = self._closer.watch.alive([name for name in self.hub.agents() if not self.hub.is_done(name)])
-            self.hub.sweep(self._config.keep_rounds, living)
+            self._sweep()
 
     # ---- closing rounds -----------------------------------------------------------------------------------------
 
@@ -429,10 +432,14 @@ class Member:
         """The newest state; waits for the job that closed the round to make it, or makes it in its place."""
         for decision in decisions[-1:] if self.observes else self._unmade(decisions):
             folder = self.hub.state_folder(decision.round)
-            deadline = time.monotonic() + (0 if closer else self._config.patience)
+            seen, moved = None, time.monotonic()
             with self._aside() if not closer and not self._team.ask(folder.exists) else nullcontext():
                 while not self._team.ask(folder.exists):
-                    if self._team.share(time.monotonic() > deadline):
+                    # Rank 0 tells: patience is for a job that died, not for one that has much to write.
+                    made = self.hub.making_of_state(decision.round) if self._team.first else None
+                    if made != seen:
+                        seen, moved = made, time.monotonic()
+                    if self._team.share(closer or time.monotonic() - moved > self._config.patience):
                         with Workers() as workers:
                             self._rounds.make_state(decision, self._live.owned(), workers)
                     else:
@@ -563,6 +570,19 @@ class Member:
         """Stops the heartbeat. Not collective."""
         if self._heartbeat is not None:
             self._heartbeat.close()
+
+    def tidy_up(self) -> None:
+        """Once all that this job exports is there: removes what is not kept. Not collective."""
+        if not self._team.first:
+            return
+        try:
+            self._sweep()
+        except OSError as error:
+            logger.warning("agent '%s': old rounds were left in the hub (%s)", self.agent, error)
+
+    def _sweep(self) -> None:
+        living = self._closer.watch.alive([name for name in self.hub.agents() if not self.hub.is_done(name)])
+        self.hub.sweep(self._config.keep_rounds, living)
 
     # ---- small things -------------------------------------------------------------------------------------------
 

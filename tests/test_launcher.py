@@ -152,6 +152,23 @@ def test_every_schedule_makes_the_same_generalists(tmp_path, layout):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("mode", ["fold", "svd"])
+@pytest.mark.parametrize("layout", ["cpu", "cpu_ddp", "cpu_zero2", "cpu_zero3"])
+def test_adapters_on_one_base_in_memory_make_the_same_generalists(tmp_path, layout, mode):
+    """Each agent in a job of its own, with a base of its own; and all in turns, with one."""
+    changes = ("agents.*.peft={r: 3, target_modules: [q_proj, down_proj]}", f"continual.lora={mode}")
+    adapters = [part for change in changes for part in ("--set", change)]
+    alone = run(tmp_path / "concurrent", *adapters, accelerate=layout)
+    check_hub(alone)
+    assert len(states(alone / "hub")) == 4
+    turns = run(tmp_path / "interleaved", "--schedule", "interleaved", *adapters, accelerate=layout)
+    assert same(alone, turns)
+    told = "agent 'code' computes with the base that others have in memory"
+    assert told in (turns / "jobs" / "agents" / "log.txt").read_text()
+    assert told not in (alone / "jobs" / "code" / "log.txt").read_text()
+
+
+@pytest.mark.slow
 def test_parking_changes_nothing(tmp_path):
     parked = run(tmp_path / "parked", "--schedule", "interleaved", park=True)
     assert same(parked, run(tmp_path / "kept", "--schedule", "interleaved", park=False))
