@@ -30,7 +30,7 @@ from ram_trl.member import SAY_EVERY, Member, MemberState, Met
 from ram_trl.presence import training_goes_on
 from ram_trl.rounds import Rounds
 from ram_trl.team import Team
-from ram_trl.turns import in_common, parked, rest, taking_turns
+from ram_trl.turns import given, in_common, parked, rest, taking_turns
 from ram_trl.weights.checkpoint import open_checkpoint
 from ram_trl.weights.live import LiveWeights, Reference, trainers
 from ram_trl.weights.live.common_base import CommonBase
@@ -182,6 +182,7 @@ class RAMCallback(TrainerCallback):
             rest=rest,
             look_for=0 if taking_turns() else SAY_EVERY,
             aside=self._waiting,
+            given=given,
             goes_on=training_goes_on(),
         )
         checkpoint = self._from_checkpoint(args, state) if state.global_step else None

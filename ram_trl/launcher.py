@@ -201,8 +201,9 @@ class Launcher:
         job.ports = [HeldPort() for _ in range(1 + len(job.job.agents))]
         port = job.ports[0].number
         explicit = self.plan.hardware.explicit(job.job.processes, job.job.machines, port)
-        self.plan.config_file(job.job).write_text(yaml.safe_dump(explicit, sort_keys=False), encoding="utf-8")
-        command = self.plan.command(job.job, port, resume=self._resume or job.restarts > 0)
+        config = self.plan.config_file(job.job)
+        config.write_text(yaml.safe_dump(explicit, sort_keys=False), encoding="utf-8")
+        command = self.plan.command(job.job, port, self._resume or job.restarts > 0, config)
         own = self.plan.environment(job.job) | {
             "RAM_TRL_FAILURES": str(folder),
             "MASTER_PORT": str(port),

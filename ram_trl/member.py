@@ -76,8 +76,10 @@ class Met(BaseModel):
             Megabytes published by the job.
         train_s (`float`):
             Seconds since the merge point before.
+        turns_s (`float`):
+            Seconds that agents of the same process had their turns.
         wait_s, merge_s, publish_s (`float`):
-            Seconds waited for other agents, seconds of own work, and those of it spent in publishing.
+            Seconds waited for other agents beyond that, seconds of own work, and those of it spent in publishing.
         report (`dict[str, Any]`, *optional*):
             The report of the round, as in the hub.
         age (`int`, *optional*):
@@ -90,6 +92,7 @@ class Met(BaseModel):
     exchange_mb: float = 0.0
     train_s: float = 0.0
     publish_s: float = 0.0
+    turns_s: float = 0.0
     wait_s: float = 0.0
     merge_s: float = 0.0
     report: dict[str, Any] | None = None
@@ -124,6 +127,8 @@ class Member:
             turns.
         aside (`Callable[[], AbstractContextManager[None]]`, *optional*):
             Entered on every rank around waiting, in which no weight is touched.
+        given (`Callable[[], float]`, *optional*):
+            Seconds that this agent gave to others of its process so far.
         goes_on (`Callable[[], bool]`, *optional*):
             Asked from another thread whether the agent still trains; if not, its heartbeat ends.
     """
@@ -140,6 +145,7 @@ class Member:
         rest: Callable[[float], None] = time.sleep,
         look_for: float = SAY_EVERY,
         aside: Callable[[], AbstractContextManager[None]] = nullcontext,
+        given: Callable[[], float] = lambda: 0.0,
         goes_on: Callable[[], bool] = lambda: True,
     ) -> None:
         self.hub = hub
@@ -153,6 +159,7 @@ class Member:
         self._rest = rest
         self._look_for = look_for
         self._aside = aside
+        self._given = given
         self._goes_on = goes_on
         self._pause = min(0.2, config.heartbeat / 4)
         self._team = live.team
@@ -289,7 +296,7 @@ class Member:
             `OSError`: if the hub cannot be read or written, with `on_hub_error="raise"`.
         """
         self._check_intruder()
-        started = time.monotonic()
+        started, given = time.monotonic(), self._given()
         met = Met(train_s=started - self._went_on)
         try:
             self.catch_up()
@@ -299,10 +306,10 @@ class Member:
             met.published = True
             met.density = int(counts.active[0]) / counts.entries
             met.exchange_mb = size / 1e6
-            published = time.monotonic()
+            published, before = time.monotonic(), self._given()
             closed = self.close(late=False) if self.observes else self._wait_for_round()
             decisions = self._decisions()
-            met.wait_s = time.monotonic() - published
+            met.wait_s = time.monotonic() - published - (self._given() - before)
             if closed or len(decisions) > self.round:
                 self._finish_round(decisions, closed, met)
         except OSError as error:
@@ -311,7 +318,8 @@ class Member:
             logger.warning(
                 "agent '%s' goes on without merging at step %d: the hub failed (%s)", self.agent, step, error
             )
-        met.merge_s = time.monotonic() - started - met.wait_s
+        met.turns_s = self._given() - given
+        met.merge_s = time.monotonic() - started - met.wait_s - met.turns_s
         self._tell(step)
         self._note_times(step, met)
         return met
@@ -603,8 +611,8 @@ class Member:
         self._went_on = time.monotonic()
         if not self._team.first:
             return
-        noted = {"step": step} | met.model_dump(include={"round", "train_s", "publish_s", "wait_s", "exchange_mb"})
-        line = json.dumps(noted | {"merge_s": met.merge_s - met.publish_s})
+        kept = {"round", "train_s", "publish_s", "turns_s", "wait_s", "exchange_mb"}
+        line = json.dumps({"step": step} | met.model_dump(include=kept) | {"merge_s": met.merge_s - met.publish_s})
         try:
             with self.hub.times_file(self.agent).open("a", encoding="utf-8") as file:
                 file.write(line + "\n")

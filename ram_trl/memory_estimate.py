@@ -41,7 +41,8 @@ class Estimate:
     common: float = 0.0
 
     def __str__(self) -> str:
-        return f"{self.device / GB:.2f} GB on the device, {self.host / GB:.2f} GB of host memory"
+        device = f"{self.device / GB:.2f} GB on the device, " if self.device else ""  # none on the CPU
+        return f"{device}{self.host / GB:.2f} GB of host memory"
 
 
 def estimate(plan: Plan, job: Job) -> Estimate | str:

@@ -88,6 +88,7 @@ class _Agent(threading.Thread, Generic[Result]):
         self.error: BaseException | None = None
         self.over = False
         self.alone = False
+        self.given = 0.0
         self.idle = False
         self._work = work
         self._state = state
@@ -111,16 +112,18 @@ class _Agent(threading.Thread, Generic[Result]):
         self.over = True
         self._yours.release()
 
-    def turn(self) -> None:
-        """Main thread: lets the agent run until it rests or is over."""
+    def turn(self) -> float:
+        """Main thread: lets the agent run until it rests or is over; returns the seconds that it did not just wait."""
         began = time.monotonic()
         self._state.show()
         self._mine.release()
         self._yours.acquire()
         self._state = _ProcessState.seen()
-        self.idle = time.monotonic() - began < IDLE
+        took = time.monotonic() - began
+        self.idle = took < IDLE
         if self.error is not None and not self._halted:
             raise self.error
+        return 0.0 if self.idle else took
 
     def rest(self) -> None:
         """Agent's thread: gives the baton away until the next turn."""
@@ -149,6 +152,12 @@ def rest(seconds: float) -> None:
 def taking_turns() -> bool:
     """Whether the calling thread is that of an agent that takes turns."""
     return _agent() is not None
+
+
+def given() -> float:
+    """Seconds that other agents of this process had while the calling one waited, so far; 0 without turns."""
+    agent = _agent()
+    return 0.0 if agent is None else agent.given
 
 
 def in_common(key: Hashable, make: Callable[[], Result]) -> Result | None:
@@ -208,7 +217,9 @@ def take_turns(works: Mapping[str, Callable[[], Result]]) -> dict[str, Result]:
         while running := [agent for agent in agents.values() if not agent.over]:
             for agent in running:
                 agent.alone = len(running) == 1
-                agent.turn()
+                took = agent.turn()
+                for other in running:
+                    other.given += took if other is not agent else 0.0
             if all(agent.idle for agent in running if not agent.over):
                 time.sleep(IDLE)
     finally:
