@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
 from ram_trl import turns
+from ram_trl.callback import HELD
 from tests import models
 from tests.distributed.sharded import prepare
 from tests.ppo import ppo_trainer
@@ -54,8 +55,8 @@ class Rest(TrainerCallback):
 
     def _rest(self, step: int) -> None:
         if step and step % 2 == 0:
-            trainer = self.trainer
-            with turns.parked(trainer.model_wrapped, trainer.optimizer) if self.park else nullcontext():
+            held = [getattr(self.trainer, name, None) for name in HELD]
+            with turns.parked(*held) if self.park else nullcontext():
                 turns.rest(0)
 
     def on_step_begin(self, args, state, control, **kwargs):

@@ -21,12 +21,14 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM
 
 from ram_trl import jobs
+from ram_trl.hardware import read_hardware
 from ram_trl.hub import Hub
 from ram_trl.job import whole_checkpoint
 from ram_trl.jobs import make_plan
 from ram_trl.launcher import Failure, Launcher
 from ram_trl.ports import HeldPort
 from ram_trl.recipe import load_recipe
+from ram_trl.trainers import VLLM_PORTS, trainer_args
 from tests import small_run
 from tests.test_callback import states
 
@@ -362,6 +364,15 @@ def test_what_the_network_may_get_over_is_tried_again_as_often_as_is_allowed(tmp
         launcher._retry(job, Failure("tool", 0, cause, raised=True, agent="tool"))
     assert ("it fails the same way each time" in console.file.getvalue()) == hopeless
     assert job.state == ("failed" if hopeless else "waiting to restart")
+
+
+def test_agents_with_vllm_get_the_ports_that_are_held_for_them(tmp_path, monkeypatch):
+    """In TRL's config all have 51216."""
+    monkeypatch.setenv(VLLM_PORTS, "tool=41001,code=41002")
+    recipe = load_recipe(small_run.recipe(tmp_path), [("agents.*.args.use_vllm", True)])
+    hardware = read_hardware("cpu", tmp_path)
+    given = {a.name: trainer_args(a, recipe, tmp_path, hardware).get("vllm_group_port") for a in recipe.agents}
+    assert given == {"tool": 41001, "code": 41002, "mem": None}
 
 
 @pytest.mark.slow
