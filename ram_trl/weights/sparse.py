@@ -204,6 +204,17 @@ class BlockFile:
         """Number of entries stored."""
         return int(self.table[:, ACTIVE].sum())
 
+    def contents(self) -> Iterator[tuple[Span, Tensor]]:
+        """
+        The range of every block and the entries stored of it, 1-D, in the dtype they are stored in.
+
+        Raises:
+            `BlockFileError`: if a block's checksum does not match, naming file, tensor and range.
+        """
+        for name in self._names:
+            for row in self._rows[name]:
+                yield Span(name, int(row[START]), int(row[START] + row[LENGTH])), self._split(name, row)[0]
+
     def fill(self, span: Span, out: Tensor) -> None:
         """
         Overwrites `out` with the stored entries of `span`; entries that are not stored are left as they are.
@@ -229,7 +240,8 @@ class BlockFile:
             low, high = max(span.start, start), min(span.stop, start + length)
             self._fill_block(span.name, row, low - start, high - start, target[low - span.start : high - span.start])
 
-    def _fill_block(self, name: str, row: NDArray[np.int64], low: int, high: int, target: NDArray[np.float32]) -> None:
+    def _split(self, name: str, row: NDArray[np.int64]) -> tuple[Tensor, NDArray[np.uint8]]:
+        """A block's values, and where they belong, once it is checked."""
         place = int(row[OFFSET])
         content = self._payload[place : place + row[BYTES]]
         block = place, int(row[BYTES])  # an empty block stands where the next one starts
@@ -240,11 +252,16 @@ class BlockFile:
                     f"{self.path} is damaged: checksum of '{name}' entries {row[START]}-{stop} does not fit"
                 )
             self._sound.add(block)  # checked once, by whoever needs it first
-        dtype, count, length = self.dtypes[name], int(row[ACTIVE]), int(row[LENGTH])
-        if count == 0:
+        dtype = self.dtypes[name]
+        end = int(row[ACTIVE]) * dtype.itemsize
+        values = torch.from_numpy(content[:end]).view(dtype) if end else torch.empty(0, dtype=dtype)
+        return values, content[end:]
+
+    def _fill_block(self, name: str, row: NDArray[np.int64], low: int, high: int, target: NDArray[np.float32]) -> None:
+        stored, places = self._split(name, row)
+        if len(stored) == 0:
             return
-        values = torch.from_numpy(content[: count * dtype.itemsize]).view(dtype).to(torch.float32).numpy()
-        places = content[count * dtype.itemsize :]
+        values, length = stored.to(torch.float32).numpy(), int(row[LENGTH])
         if row[KIND] == DENSE:
             target[:] = values[low:high]
         elif row[KIND] == BITMAP:
@@ -301,6 +318,11 @@ class Blocks:
             if reached != entries:
                 files = ", ".join(str(file.path) for file in self._files)
                 raise BlockFileError(f"{files}: '{name}' is covered up to entry {reached} of {entries}")
+
+    def contents(self) -> Iterator[tuple[Span, Tensor]]:
+        """What the files hold, block by block, as [`BlockFile.contents`] tells it; nothing of the reference."""
+        for file in self._files:
+            yield from file.contents()
 
     def stored(self) -> int:
         """Number of entries that the files hold: the active ones of a publication."""
