@@ -171,6 +171,7 @@ class BlockFile:
         self._names = [name for name, _ in named]
         self._check_table()
         self._rows = {name: self._rows_of(i) for i, name in enumerate(self._names)}
+        self._ends = {name: rows[:, START] + rows[:, LENGTH] for name, rows in self._rows.items()}
         self._sound: set[tuple[int, int]] = set()
 
     def _check_table(self) -> None:
@@ -215,6 +216,27 @@ class BlockFile:
             for row in self._rows[name]:
                 yield Span(name, int(row[START]), int(row[START] + row[LENGTH])), self._split(name, row)[0]
 
+    def view(self, span: Span) -> Tensor | None:
+        """
+        The entries of `span` as they lie in the file, float32, not to be written to; `None` if they are not in one
+        block that stores all of its entries in float32.
+
+        Raises:
+            `BlockFileError`: if the block's checksum does not match, naming file, tensor and range.
+        """
+        rows = self._rows.get(span.name)
+        first = 0 if rows is None else self._first(span)
+        if rows is None or first == len(rows) or self.dtypes[span.name] != torch.float32:
+            return None
+        start, stop = int(rows[first][START]), int(self._ends[span.name][first])
+        if rows[first][KIND] != DENSE or not start <= span.start < span.stop <= stop:
+            return None
+        return self._split(span.name, rows[first])[0][span.start - start : span.stop - start]
+
+    def _first(self, span: Span) -> int:
+        """Which block of the span's tensor is the first to reach into it."""
+        return int(np.searchsorted(self._ends[span.name], span.start, side="right"))
+
     def fill(self, span: Span, out: Tensor) -> None:
         """
         Overwrites `out` with the stored entries of `span`; entries that are not stored are left as they are.
@@ -232,8 +254,7 @@ class BlockFile:
         if rows is None:
             return
         target = out.numpy()
-        first = int(np.searchsorted(rows[:, START] + rows[:, LENGTH], span.start, side="right"))
-        for row in rows[first:]:
+        for row in rows[self._first(span) :]:
             start, length = int(row[START]), int(row[LENGTH])
             if start >= span.stop:
                 break
@@ -339,8 +360,11 @@ class Blocks:
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
         span = Span(name, start, stop)
-        below = torch.empty(len(span)) if self._reference is None else span.of(self._reference).clone()
-        return self._fill(span, below)
+        if self._reference is not None:
+            return self.over(span, span.of(self._reference))
+        views = (file.view(span) for file in self._files)
+        found = next((view for view in views if view is not None), None)
+        return self._fill(span, torch.empty(len(span))) if found is None else found
 
     def over(self, span: Span, below: Tensor) -> Tensor:
         """A copy of `below` (float32, on the CPU) with the entries of `span` that the files hold put over it."""
