@@ -73,7 +73,7 @@ class Board:
         if self._live is not None:
             self._live.update(_table(rows), refresh=True)
             return
-        lines = [" ".join(f"{key} {value}" for key, value in row.items()) for row in rows]
+        lines = [_sentence(row) for row in rows]
         for line in lines if lines != self._last else ():
             self.say("launcher", line)
         self._last = lines
@@ -116,6 +116,12 @@ def agent_rows(plan: Plan, hub: Hub, jobs: Mapping[str, str]) -> list[dict[str, 
                 "state": state,
             })  # fmt: skip
     return rows
+
+
+def _sentence(row: dict[str, str]) -> str:
+    """A row without what is not known."""
+    known = [f"{key} {value}" for key, value in row.items() if value != "-" and key not in ("agent", "state")]
+    return f"agent '{row['agent']}': {', '.join([row['state'], *known])}"
 
 
 def _table(rows: list[dict[str, str]]) -> Table:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -27,11 +27,13 @@ from ram_trl.evaluate import ExactScorer, Scorer
 from ram_trl.export import Exporter
 from ram_trl.hub import Hub, HubError
 from ram_trl.member import SAY_EVERY, Member, MemberState, Met
+from ram_trl.presence import training_goes_on
 from ram_trl.rounds import Rounds
 from ram_trl.team import Team
-from ram_trl.turns import parked, rest, taking_turns
+from ram_trl.turns import given, in_common, parked, rest, taking_turns
 from ram_trl.weights.checkpoint import open_checkpoint
 from ram_trl.weights.live import LiveWeights, Reference, trainers
+from ram_trl.weights.live.common_base import CommonBase
 from ram_trl.weights.live.lora import Live, LoraWeights
 
 logger = logging.getLogger(__name__)
@@ -96,7 +98,7 @@ class RAMCallback(TrainerCallback):
             Seconds between signs of life, and without one after which others go on.
         park (`bool`, *optional*, defaults to `False`):
             Agents of one process that take turns: move weights, gradients and optimizer states to the CPU while this
-            one waits; needs [`attach`].
+            one waits; needs [`attach`]. The base that agents with adapters share stays where it is.
 
     Raises:
         `pydantic.ValidationError`: if an argument is out of range.
@@ -167,6 +169,7 @@ class RAMCallback(TrainerCallback):
         # PPO hands callbacks the optimizer as it was before the engine took it over.
         optimizer = kwargs.get("optimizer") if self.trainer is None else self.trainer.optimizer
         self._live = self._weights(trainers.merged_part(kwargs["model"]), optimizer)
+        self._common = self._common_base(args)
         self._exporter = Exporter.shared_by(self.agent, self.hub.path, self.base)
         self._due = False
         self._member = Member(
@@ -178,7 +181,9 @@ class RAMCallback(TrainerCallback):
             export=self._exporter.start,
             rest=rest,
             look_for=0 if taking_turns() else SAY_EVERY,
-            aside=self._parked,
+            aside=self._waiting,
+            given=given,
+            goes_on=training_goes_on(),
         )
         checkpoint = self._from_checkpoint(args, state) if state.global_step else None
         told = self._member.join(state.global_step, checkpoint, self.resume)
@@ -228,12 +233,25 @@ class RAMCallback(TrainerCallback):
     ) -> None:
         self._log(self._member.finish(state.global_step))
         self._exporter.leave(self.agent)
+        self._member.tidy_up()
 
-    def _parked(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """Around waiting, in which agents of this process may take their turns. Collective."""
+        keep = self._common.tensors() if self._common is not None else ()
         trainer = self.trainer
-        if not self.park or trainer is None:
-            return nullcontext()
-        return parked(*(getattr(trainer, name, None) for name in HELD))
+        away = self.park and trainer is not None
+        try:
+            with parked(*(getattr(trainer, name, None) for name in HELD), keep=keep) if away else nullcontext():
+                yield
+        except Exception:  # a hub that failed, with which training goes on
+            self._take_base()
+            raise
+        self._take_base()
+
+    def _take_base(self) -> None:
+        if self._common is not None and isinstance(self._live, LoraWeights):
+            self._common.take(self._live)
 
     # ---- helpers ------------------------------------------------------------------------------------------------
 
@@ -242,6 +260,21 @@ class RAMCallback(TrainerCallback):
             return LiveWeights(model, self._team, optimizer)
         opened = partial(open_checkpoint, self.base, "base")
         return LoraWeights(model, self._team, optimizer, self.agent, self.config.lora, lambda: opened().store)
+
+    def _common_base(self, args: TrainingArguments) -> CommonBase | None:
+        """The memory that agents with adapters have in common if they take turns. Collective."""
+        # The sync with vLLM merges the adapter into the base and takes it out again, which leaves its trace there.
+        drifts = self.config.lora == "svd" and getattr(args, "use_vllm", False)
+        if not isinstance(self._live, LoraWeights) or drifts:
+            return None
+        common = in_common((CommonBase, self.base.resolve(), self.config.lora), CommonBase)
+        freed = common.join(self._live) if common is not None else 0
+        if freed and self._team.first:
+            logger.info(
+                "agent '%s' computes with the base that others have in memory: %.0f MB less per rank", self.agent,
+                freed / 1e6,
+            )  # fmt: skip
+        return common
 
     def _remember(self, state: TrainerState) -> None:
         """Puts the agent's state where the trainer writes it with every checkpoint."""

@@ -280,6 +280,8 @@ def read_yaml(path: Path) -> dict[str, Any]:
     """
     try:
         values = yaml.load(path.read_text(encoding="utf-8"), _Loader)
+    except FileNotFoundError as error:
+        raise ValueError(f"{path}: there is no such file") from error
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ValueError(f"{path}: cannot be read as YAML: {error}") from error
     if not isinstance(values, dict):

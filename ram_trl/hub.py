@@ -19,7 +19,7 @@ import shutil
 import threading
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -212,6 +212,16 @@ class Hub:
         """Where the state of a round is, or would be."""
         return self.path / "state" / f"round-{number:04d}"
 
+    def making_of_state(self, number: int) -> tuple[tuple[str, int], ...]:
+        """What there is of a state that is not made yet: changes as long as somebody works on it."""
+        files = [self.round_folder(number) / "report.json"]  # written before the state
+        files += (self.path / "state").glob(f".{self.state_folder(number).name}{PARTIAL}*/*")
+        found = []
+        for path in sorted(files):
+            with suppress(OSError):
+                found.append((str(path), path.stat().st_size))
+        return tuple(found)
+
     def generalist_folder(self, number: int) -> Path:
         """Where the exported generalist of a round is, or would be."""
         return self.path / "generalist" / f"round-{number:04d}"
@@ -351,7 +361,7 @@ class Hub:
 
 class Heartbeat:
     """
-    Shows the other jobs that an agent's process is alive, from a thread, until closed.
+    Shows the other jobs that an agent trains, from a thread, until closed.
 
     Args:
         hub (`Hub`):
@@ -360,13 +370,16 @@ class Heartbeat:
             The agent.
         every (`float`):
             Seconds between beats.
+        goes_on (`Callable[[], bool]`, *optional*):
+            Asked before every beat; the first `False` ends them.
     """
 
-    def __init__(self, hub: Hub, agent: str, every: float) -> None:
+    def __init__(self, hub: Hub, agent: str, every: float, goes_on: Callable[[], bool] = lambda: True) -> None:
         self._path = hub.agent_folder(agent) / "heartbeat.json"
         self._hub = hub
         self._agent = agent
         self._every = every
+        self._goes_on: Callable[[], bool] | None = goes_on
         self._session = uuid.uuid4().hex
         self._counter = 0
         self._state = {"round": 0, "step": 0}
@@ -434,7 +447,11 @@ class Heartbeat:
 
     def _run(self) -> None:
         while not self._stop.wait(self._every):
+            if self._goes_on is None or not self._goes_on():
+                logger.warning("agent '%s': its training ended without finishing, so its heartbeat stops", self._agent)
+                break
             self.beat()
+        self._goes_on = None  # it may hold on to a trainer
 
 
 class Watch:

@@ -89,8 +89,8 @@ class Plan:
     hub: Path
     forwarded: tuple[str, ...] = field(default=())
 
-    def command(self, job: Job, port: int | str, resume: bool) -> list[str]:
-        """What starts a job. All that accelerate could take from elsewhere is passed."""
+    def command(self, job: Job, port: int | str, resume: bool, config: Path) -> list[str]:
+        """What starts a job from an accelerate config. All that accelerate could take from elsewhere is passed."""
         script = [str(LAUNCH / "train.py"), "--recipe", str(self.path), "--agents", ",".join(job.agents)]
         script += [*self.forwarded, *(["--resume"] if resume else [])]
         if self.hardware.kind == "MULTI_CPU":
@@ -103,7 +103,7 @@ class Plan:
         multi = self.hardware.kind != "NO"
         there = job.machines > 1
         return [
-            sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(self.config_file(job)),
+            sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config),
             "--num_processes", str(job.processes), "--num_machines", str(job.machines),
             "--machine_rank", "$MACHINE_RANK" if there else "0",
             *(["--main_process_ip", "$MAIN_ADDRESS" if there else "127.0.0.1"] if multi else []),

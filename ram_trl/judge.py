@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -40,6 +41,9 @@ class Judge(nn.Module):
     def __init__(self, rewards: list[RewardFunction], prompts: Dataset, tokenizer: PreTrainedTokenizerBase) -> None:
         super().__init__()
         self.reader = _Reader()
+        # DeepSpeed asks every model for these two, and makes nothing of them.
+        self.config = SimpleNamespace(hidden_size=None)
+        self.unused = nn.Parameter(torch.zeros(1), requires_grad=False)
         self._rewards = rewards
         self._tokenizer = tokenizer
         self._rows = {tuple(tokenizer(row["prompt"])["input_ids"]): row for row in prompts}

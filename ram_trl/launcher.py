@@ -3,9 +3,9 @@ Runs the jobs of a plan, and stays with them: logs, a live table, restarts, hang
 
 What happens when something dies:
 - A job (any of its ranks): all its processes are ended, and it is started again from its agents' newest whole
-  checkpoints, up to `restarts` times, each time after a longer pause. After that, or if it raises the same error twice
-  without a step in between, its agents are given up in the hub: nobody waits for them, the others finish, and the exit
-  code and the report say so.
+  checkpoints, with new ports, up to `restarts` times, each time after a longer pause. After that, or if it raises the
+  same error twice without a step in between (and the error is not of the network), its agents are given up in the hub:
+  nobody waits for them, the others finish, and the exit code and the report say so.
 - A job without any progress for `hang_after` seconds counts as dead.
 - The launcher itself: its jobs die with it. `--resume` goes on from the checkpoints.
 - Ctrl-C: every job saves a checkpoint at its next step and ends; jobs that only wait are ended at once. A second
@@ -50,6 +50,13 @@ GRACE = 120.0
 
 OLD_LOCK = 10.0
 """Minutes."""
+
+NETWORK = re.compile(
+    r"Dist(Network|Store|Backend)Error|EADDRINUSE|address already in use|timed? ?out|connection (reset|refused)"
+    r"|connectFullMesh|NCCL error",
+    re.IGNORECASE,
+)
+"""In an error: ranks that did not find each other, or lost each other. The next try has other ports."""
 
 ROOT_CAUSE = re.compile(r"Root Cause.*?rank\s*:\s*(\d+).*?exitcode\s*:\s*(-?\d+)", re.DOTALL)
 
@@ -194,8 +201,9 @@ class Launcher:
         job.ports = [HeldPort() for _ in range(1 + len(job.job.agents))]
         port = job.ports[0].number
         explicit = self.plan.hardware.explicit(job.job.processes, job.job.machines, port)
-        self.plan.config_file(job.job).write_text(yaml.safe_dump(explicit, sort_keys=False), encoding="utf-8")
-        command = self.plan.command(job.job, port, resume=self._resume or job.restarts > 0)
+        config = self.plan.config_file(job.job)
+        config.write_text(yaml.safe_dump(explicit, sort_keys=False), encoding="utf-8")
+        command = self.plan.command(job.job, port, self._resume or job.restarts > 0, config)
         own = self.plan.environment(job.job) | {
             "RAM_TRL_FAILURES": str(folder),
             "MASTER_PORT": str(port),
@@ -234,8 +242,9 @@ class Launcher:
         job.failures.append(failure)
         self._board.say("launcher", str(failure))
         steps = {agent: held.get("step") for agent, held in job.progress.items()}
-        # What raises the same again, without a step in between, will raise it for ever.
-        hopeless = failure.raised and job.died_at == (failure.cause, steps)
+        # What raises the same again, without a step in between, will raise it for ever; but a network may come back.
+        lasting = failure.raised and NETWORK.search(failure.cause) is None
+        hopeless = lasting and job.died_at == (failure.cause, steps)
         job.died_at = (failure.cause, steps)
         if job.restarts >= launch.restarts or hopeless:
             why = "it fails the same way each time" if hopeless else f"after {job.restarts} restarts"

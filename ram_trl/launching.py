@@ -54,6 +54,12 @@ def launch(
     values = read_yaml(path)
     if is_offline(values):
         return run_offline(path, changed(values, read), dry_run, console)
+    dotted = [key for key in values if "." in key]
+    if dotted:
+        raise ValueError(
+            f"{path}: its key '{dotted[0]}' is a path into a recipe, so this is no recipe but a file of changes to "
+            f"one; name the recipe, and pass this file with --set-file {path}"
+        )
     recipe = load_recipe(path, read)
     forwarded = [part for change in changes for part in ("--set", change)]
     forwarded += ["--set-file", str(changes_file)] if changes_file is not None else []
@@ -71,10 +77,10 @@ def launch(
 
 
 def show_plan(plan: Plan, console: Console) -> None:
-    """Prints what would be run."""
+    """Prints what would be run, with the accelerate config as it is there, so that it can be run by hand."""
     for job in plan.jobs:
         variables = [f"{name}={shlex.quote(value)}" for name, value in plan.environment(job).items()]
-        command = " ".join([*variables, shlex.join(plan.command(job, "PORT", False))])
+        command = " ".join([*variables, shlex.join(plan.command(job, "PORT", False, plan.hardware.source))])
         ranks = f"{job.processes} process{'es' if job.processes > 1 else ''}"
         console.print(f"job {job.name}: {', '.join(job.agents)}; {ranks}", markup=False, highlight=False)
         console.print(f"$ {command}", markup=False, highlight=False, soft_wrap=True)

@@ -76,8 +76,10 @@ class Met(BaseModel):
             Megabytes published by the job.
         train_s (`float`):
             Seconds since the merge point before.
+        turns_s (`float`):
+            Seconds that agents of the same process had their turns.
         wait_s, merge_s, publish_s (`float`):
-            Seconds waited for other agents, seconds of own work, and those of it spent in publishing.
+            Seconds waited for other agents beyond that, seconds of own work, and those of it spent in publishing.
         report (`dict[str, Any]`, *optional*):
             The report of the round, as in the hub.
         age (`int`, *optional*):
@@ -90,6 +92,7 @@ class Met(BaseModel):
     exchange_mb: float = 0.0
     train_s: float = 0.0
     publish_s: float = 0.0
+    turns_s: float = 0.0
     wait_s: float = 0.0
     merge_s: float = 0.0
     report: dict[str, Any] | None = None
@@ -124,6 +127,10 @@ class Member:
             turns.
         aside (`Callable[[], AbstractContextManager[None]]`, *optional*):
             Entered on every rank around waiting, in which no weight is touched.
+        given (`Callable[[], float]`, *optional*):
+            Seconds that this agent gave to others of its process so far.
+        goes_on (`Callable[[], bool]`, *optional*):
+            Asked from another thread whether the agent still trains; if not, its heartbeat ends.
     """
 
     def __init__(
@@ -138,6 +145,8 @@ class Member:
         rest: Callable[[float], None] = time.sleep,
         look_for: float = SAY_EVERY,
         aside: Callable[[], AbstractContextManager[None]] = nullcontext,
+        given: Callable[[], float] = lambda: 0.0,
+        goes_on: Callable[[], bool] = lambda: True,
     ) -> None:
         self.hub = hub
         self.agent = agent
@@ -150,6 +159,8 @@ class Member:
         self._rest = rest
         self._look_for = look_for
         self._aside = aside
+        self._given = given
+        self._goes_on = goes_on
         self._pause = min(0.2, config.heartbeat / 4)
         self._team = live.team
         self._heartbeat: Heartbeat | None = None
@@ -228,7 +239,7 @@ class Member:
                 f"agent '{self.agent}' has been in {self.hub.path} before; pass resume=True (or resume from a "
                 "checkpoint) to go on under that name, or name another hub folder"
             )
-        self._heartbeat = Heartbeat(self.hub, self.agent, self._config.heartbeat)
+        self._heartbeat = Heartbeat(self.hub, self.agent, self._config.heartbeat, self._goes_on)
         self._heartbeat.start()
         self.hub.tidy(self.agent)
         self.hub.unfinish(self.agent)
@@ -285,7 +296,7 @@ class Member:
             `OSError`: if the hub cannot be read or written, with `on_hub_error="raise"`.
         """
         self._check_intruder()
-        started = time.monotonic()
+        started, given = time.monotonic(), self._given()
         met = Met(train_s=started - self._went_on)
         try:
             self.catch_up()
@@ -295,10 +306,10 @@ class Member:
             met.published = True
             met.density = int(counts.active[0]) / counts.entries
             met.exchange_mb = size / 1e6
-            published = time.monotonic()
+            published, before = time.monotonic(), self._given()
             closed = self.close(late=False) if self.observes else self._wait_for_round()
             decisions = self._decisions()
-            met.wait_s = time.monotonic() - published
+            met.wait_s = time.monotonic() - published - (self._given() - before)
             if closed or len(decisions) > self.round:
                 self._finish_round(decisions, closed, met)
         except OSError as error:
@@ -307,7 +318,8 @@ class Member:
             logger.warning(
                 "agent '%s' goes on without merging at step %d: the hub failed (%s)", self.agent, step, error
             )
-        met.merge_s = time.monotonic() - started - met.wait_s
+        met.turns_s = self._given() - given
+        met.merge_s = time.monotonic() - started - met.wait_s - met.turns_s
         self._tell(step)
         self._note_times(step, met)
         return met
@@ -377,8 +389,7 @@ class Member:
         met.report = self._round_report(met.round)
         if closed and self._team.first:
             self._export(met.round)
-            living = self._closer.watch.alive([name for name in self.hub.agents() if not self.hub.is_done(name)])
-            self.hub.sweep(self._config.keep_rounds, living)
+            self._sweep()
 
     # ---- closing rounds -----------------------------------------------------------------------------------------
 
@@ -429,10 +440,14 @@ class Member:
         """The newest state; waits for the job that closed the round to make it, or makes it in its place."""
         for decision in decisions[-1:] if self.observes else self._unmade(decisions):
             folder = self.hub.state_folder(decision.round)
-            deadline = time.monotonic() + (0 if closer else self._config.patience)
+            seen, moved = None, time.monotonic()
             with self._aside() if not closer and not self._team.ask(folder.exists) else nullcontext():
                 while not self._team.ask(folder.exists):
-                    if self._team.share(time.monotonic() > deadline):
+                    # Rank 0 tells: patience is for a job that died, not for one that has much to write.
+                    made = self.hub.making_of_state(decision.round) if self._team.first else None
+                    if made != seen:
+                        seen, moved = made, time.monotonic()
+                    if self._team.share(closer or time.monotonic() - moved > self._config.patience):
                         with Workers() as workers:
                             self._rounds.make_state(decision, self._live.owned(), workers)
                     else:
@@ -564,6 +579,19 @@ class Member:
         if self._heartbeat is not None:
             self._heartbeat.close()
 
+    def tidy_up(self) -> None:
+        """Once all that this job exports is there: removes what is not kept. Not collective."""
+        if not self._team.first:
+            return
+        try:
+            self._sweep()
+        except OSError as error:
+            logger.warning("agent '%s': old rounds were left in the hub (%s)", self.agent, error)
+
+    def _sweep(self) -> None:
+        living = self._closer.watch.alive([name for name in self.hub.agents() if not self.hub.is_done(name)])
+        self.hub.sweep(self._config.keep_rounds, living)
+
     # ---- small things -------------------------------------------------------------------------------------------
 
     def _decisions(self) -> list[Decision]:
@@ -583,8 +611,8 @@ class Member:
         self._went_on = time.monotonic()
         if not self._team.first:
             return
-        noted = {"step": step} | met.model_dump(include={"round", "train_s", "publish_s", "wait_s", "exchange_mb"})
-        line = json.dumps(noted | {"merge_s": met.merge_s - met.publish_s})
+        kept = {"round", "train_s", "publish_s", "turns_s", "wait_s", "exchange_mb"}
+        line = json.dumps({"step": step} | met.model_dump(include=kept) | {"merge_s": met.merge_s - met.publish_s})
         try:
             with self.hub.times_file(self.agent).open("a", encoding="utf-8") as file:
                 file.write(line + "\n")

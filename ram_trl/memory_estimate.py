@@ -26,13 +26,23 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Bytes that one rank of a job needs on its device and in the host's memory."""
+    """
+    Bytes that one rank of a job needs on its device and in the host's memory.
+
+    Args:
+        device (`float`), host (`float`):
+            In all.
+        common (`float`, *optional*):
+            Those on the device that agents of one job have in common: the base under their adapters.
+    """
 
     device: float
     host: float
+    common: float = 0.0
 
     def __str__(self) -> str:
-        return f"{self.device / GB:.2f} GB on the device, {self.host / GB:.2f} GB of host memory"
+        device = f"{self.device / GB:.2f} GB on the device, " if self.device else ""  # none on the CPU
+        return f"{device}{self.host / GB:.2f} GB of host memory"
 
 
 def estimate(plan: Plan, job: Job) -> Estimate | str:
@@ -50,12 +60,13 @@ def estimate(plan: Plan, job: Job) -> Estimate | str:
         sizes = sizes_of(plan, agent)
         if isinstance(sizes, str):
             return sizes
-        found.append(_of_agent(plan.hardware, agent, sizes, job.processes))
+        found.append(_of_agent(plan, agent, sizes, job.processes))
     parks = plan.recipe.launch.park
-    device = max(e.device for e in found) if parks else sum(e.device for e in found)
+    own = [e.device - e.common for e in found]
+    device = (max(own) if parks else sum(own)) + max(e.common for e in found)
     host = sum(e.host for e in found)
     if parks and len(found) > 1:
-        host += sum(e.device for e in found) - min(e.device for e in found)
+        host += sum(own) - min(own)
     if plan.hardware.on_cpu:
         return Estimate(0.0, device + host + CHUNKS)
     return Estimate(device + CHUNKS, host)
@@ -93,7 +104,8 @@ def sizes_of(plan: Plan, agent: AgentSection) -> Sizes | str:
     return Sizes(every, trained)
 
 
-def _of_agent(hardware: Hardware, agent: AgentSection, sizes: Sizes, ranks: int) -> Estimate:
+def _of_agent(plan: Plan, agent: AgentSection, sizes: Sizes, ranks: int) -> Estimate:
+    hardware: Hardware = plan.hardware
     stage, kind = hardware.stage, hardware.kind
     mixed = kind == "DEEPSPEED" and hardware.precision == "bf16"
     # TRL loads fp32; autocast keeps no second copy, DeepSpeed casts and keeps fp32 masters of what is trained.
@@ -106,7 +118,12 @@ def _of_agent(hardware: Hardware, agent: AgentSection, sizes: Sizes, ranks: int)
     )  # fmt: skip
     beta = float((known_args(agent.trainer) | agent.args).get("beta", 0.0) or 0.0)
     reference = sizes.all * bytes_each / cut if agent.peft is None and (beta > 0 or agent.trainer == "ppo") else 0.0
-    device, host = weights + gradients + reference, 0.0
+    device, host, common = weights + gradients + reference, 0.0, 0.0
+    if agent.peft is not None:
+        frozen = (sizes.all - sizes.trained) / cut
+        host += frozen * FP32  # what was loaded, beside what the device computes with
+        svd = plan.recipe.continual is not None and plan.recipe.continual.lora == "svd"
+        common = 0.0 if svd and agent.args.get("use_vllm") else frozen * bytes_each
     if agent.trainer == "ppo":
         # The critic is trained, too, and a reward model is held.
         device += 2 * weights + sizes.all * bytes_each / (ranks if stage >= 2 else 1)
@@ -115,7 +132,7 @@ def _of_agent(hardware: Hardware, agent: AgentSection, sizes: Sizes, ranks: int)
         host += states
     else:
         device += states
-    return Estimate(device, host)
+    return Estimate(device, host, common)
 
 
 def _stored_in_16_bits(agent: AgentSection) -> bool:

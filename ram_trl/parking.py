@@ -8,7 +8,7 @@ them are away. A parked tensor must not be touched.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -28,11 +28,16 @@ class Parked:
     Args:
         *roots (`Any`):
             Models, engines, optimizers: all tensors reachable from them are moved.
+        keep (`Iterable[Tensor]`, *optional*):
+            Tensors to leave where they are.
     """
 
-    def __init__(self, *roots: Any) -> None:
+    def __init__(self, *roots: Any, keep: Iterable[Tensor] = ()) -> None:
         self._held: list[tuple[torch.UntypedStorage, int, Tensor | None]] = []
+        kept_here = {tensor.untyped_storage()._cdata for tensor in keep}
         for storage, scratch in list(_storages(roots)):
+            if storage._cdata in kept_here:
+                continue
             size = storage.nbytes()
             kept = None
             if not scratch:

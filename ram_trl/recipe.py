@@ -249,7 +249,7 @@ class ContinualSection(Section):
             Optimizer steps between merges.
         rows (`list[ContinualRow]`, *optional*):
             The demo's runs. The hub of the first one is kept.
-        carry, resync, wait, timeout, moments, reference, on_hub_error, keep_rounds, heartbeat, patience:
+        carry, resync, wait, timeout, moments, reference, lora, on_hub_error, keep_rounds, heartbeat, patience:
             `ram-trl launch`: as in [`ContinualConfig`].
     """
 
@@ -261,6 +261,7 @@ class ContinualSection(Section):
     timeout: float = Field(default=1800, gt=0)
     moments: Literal["keep", "reset"] = "keep"
     reference: Literal["keep", "generalist"] = "keep"
+    lora: Literal["fold", "svd"] = "fold"
     on_hub_error: Literal["skip", "raise"] = "skip"
     keep_rounds: int = Field(default=3, ge=1)
     heartbeat: float = Field(default=10, gt=0)

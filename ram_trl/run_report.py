@@ -27,8 +27,9 @@ class Times(BaseModel):
     Args:
         step (`int`), round (`int`, *optional*):
             Its optimizer step, and the round it loaded.
-        train_s, publish_s, wait_s, merge_s (`float`):
-            Seconds since the merge point before, of publishing, of waiting for others, of merging and loading.
+        train_s, publish_s, turns_s, wait_s, merge_s (`float`):
+            Seconds since the merge point before, of publishing, in which others of its job had their turns, of waiting
+            for agents beyond that, of merging and loading.
         exchange_mb (`float`):
             Megabytes published.
     """
@@ -37,6 +38,7 @@ class Times(BaseModel):
     round: int | None
     train_s: float
     publish_s: float
+    turns_s: float
     wait_s: float
     merge_s: float
     exchange_mb: float
@@ -51,6 +53,15 @@ class Round:
     report: MergeReport | None
     scores: dict[str, float]
 
+
+KINDS_OF_TIME = {
+    "train": "train",
+    "publish": "publish",
+    "merge": "merge and load",
+    "turns": "others' turns",
+    "wait": "wait",
+}
+"""The fields of [`Times`], and what they are called."""
 
 Table = tuple[Sequence[str], Sequence[Sequence[str]]]
 """Headings and rows."""
@@ -137,11 +148,11 @@ def _agents_table(agents: Sequence[AgentStatus], times: dict[str, list[Times]], 
 def _times_table(times: dict[str, list[Times]]) -> Table:
     rows = []
     for agent, held in times.items():
-        parts = [sum(getattr(each, f"{what}_s") for each in held) for what in ("train", "publish", "wait", "merge")]
+        parts = [sum(getattr(each, f"{what}_s") for each in held) for what in KINDS_OF_TIME]
         total = sum(parts)
         if total:
             rows.append((agent, f"{total:.1f}", *(f"{part:.2f} ({part / total:.1%})" for part in parts)))
-    return ("agent", "seconds", "train", "publish", "wait", "merge and load"), rows
+    return ("agent", "seconds", *KINDS_OF_TIME.values()), rows
 
 
 def _rounds_table(rounds: Sequence[Round]) -> Table:
@@ -209,7 +220,7 @@ def _panels_of_times(times: dict[str, list[Times]]) -> list[Panel]:
     ]
     for what in ("train", "wait", "merge"):
         lines = [Line(agent, [(t.step, getattr(t, f"{what}_s")) for t in held]) for agent, held in times.items()]
-        panels.append(Panel({"merge": "merge and load"}.get(what, what), "seconds", lines, "step"))
+        panels.append(Panel(KINDS_OF_TIME[what], "seconds", lines, "step"))
     return panels
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -20,6 +20,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 import torch
 from accelerate.state import AcceleratorState, GradientState
+from torch import Tensor
 from transformers.integrations import deepspeed as deepspeed_integration
 
 from ram_trl.parking import Parked
@@ -73,12 +74,21 @@ class _ProcessState:
 
 
 class _Agent(threading.Thread, Generic[Result]):
-    def __init__(self, name: str, work: Callable[[], Result], state: _ProcessState, flush_denormal: bool) -> None:
+    def __init__(
+        self,
+        name: str,
+        work: Callable[[], Result],
+        state: _ProcessState,
+        flush_denormal: bool,
+        common: dict[Hashable, Any],
+    ) -> None:
         super().__init__(daemon=True, name=f"agent-{name}")
+        self.common = common
         self.result: Result | None = None
         self.error: BaseException | None = None
         self.over = False
         self.alone = False
+        self.given = 0.0
         self.idle = False
         self._work = work
         self._state = state
@@ -102,16 +112,18 @@ class _Agent(threading.Thread, Generic[Result]):
         self.over = True
         self._yours.release()
 
-    def turn(self) -> None:
-        """Main thread: lets the agent run until it rests or is over."""
+    def turn(self) -> float:
+        """Main thread: lets the agent run until it rests or is over; returns the seconds that it did not just wait."""
         began = time.monotonic()
         self._state.show()
         self._mine.release()
         self._yours.acquire()
         self._state = _ProcessState.seen()
-        self.idle = time.monotonic() - began < IDLE
+        took = time.monotonic() - began
+        self.idle = took < IDLE
         if self.error is not None and not self._halted:
             raise self.error
+        return 0.0 if self.idle else took
 
     def rest(self) -> None:
         """Agent's thread: gives the baton away until the next turn."""
@@ -142,11 +154,32 @@ def taking_turns() -> bool:
     return _agent() is not None
 
 
-@contextmanager
-def parked(*roots: Any) -> Iterator[None]:
-    """Within it the calling agent waits; what is reachable from `roots` is off its device if others may need it."""
+def given() -> float:
+    """Seconds that other agents of this process had while the calling one waited, so far; 0 without turns."""
     agent = _agent()
-    away = Parked(*roots) if agent is not None and not agent.alone else None
+    return 0.0 if agent is None else agent.given
+
+
+def in_common(key: Hashable, make: Callable[[], Result]) -> Result | None:
+    """What all agents of this process share under a key; the first one to ask makes it. `None` without turns."""
+    agent = _agent()
+    if agent is None:
+        return None
+    if key not in agent.common:
+        agent.common[key] = make()
+    shared: Result = agent.common[key]
+    return shared
+
+
+@contextmanager
+def parked(*roots: Any, keep: Iterable[Tensor] = ()) -> Iterator[None]:
+    """
+    Within it the calling agent waits; what is reachable from `roots` is off its device if others may need it.
+
+    Tensors to `keep` stay where they are: other agents use them, too.
+    """
+    agent = _agent()
+    away = Parked(*roots, keep=keep) if agent is not None and not agent.alone else None
     try:
         yield
     finally:
@@ -178,12 +211,15 @@ def take_turns(works: Mapping[str, Callable[[], Result]]) -> dict[str, Result]:
     """
     first = _ProcessState.seen()
     flush_denormal = float(np.float32(1e-40)) == 0
-    agents = {name: _Agent(name, work, first, flush_denormal) for name, work in works.items()}
+    common: dict[Hashable, Any] = {}
+    agents = {name: _Agent(name, work, first, flush_denormal, common) for name, work in works.items()}
     try:
         while running := [agent for agent in agents.values() if not agent.over]:
             for agent in running:
                 agent.alone = len(running) == 1
-                agent.turn()
+                took = agent.turn()
+                for other in running:
+                    other.given += took if other is not agent else 0.0
             if all(agent.idle for agent in running if not agent.over):
                 time.sleep(IDLE)
     finally:

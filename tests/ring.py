@@ -24,6 +24,7 @@ from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from ram_trl import turns
 from tests import models
 from tests.distributed.sharded import prepare
+from tests.ppo import ppo_trainer
 from tests.test_callback import letters_of
 
 UNLIKE: dict[str, dict[str, Any]] = {
@@ -82,6 +83,22 @@ def digest(trainer: Any) -> str:
 
 
 def train(name: str, base: Path, out: Path, kind: str, park: bool, at_begin: bool) -> str:
+    def load() -> Any:
+        return AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+
+    rest = Rest(park, at_begin)
+    if kind == "ppo":
+        unlike = UNLIKE[name] | {"num_ppo_epochs": 3 if name == "code" else 1}
+        unlike.pop("num_iterations", None)
+        rest.trainer = ppo_trainer(load, base, out / name, callbacks=[rest], **unlike)
+    else:
+        rest.trainer = group_trainer(name, load(), out, kind, rest)
+    rest.trainer.train()
+    seen.add(rest.trainer.accelerator.distributed_type.value)
+    return digest(rest.trainer)
+
+
+def group_trainer(name: str, model: Any, out: Path, kind: str, rest: Rest) -> Any:
     kinds = {"grpo": (GRPOTrainer, GRPOConfig), "rloo": (RLOOTrainer, RLOOConfig)}
     make, configure = kinds[kind]
     args = configure(
@@ -98,18 +115,14 @@ def train(name: str, base: Path, out: Path, kind: str, park: bool, at_begin: boo
         disable_tqdm=True,
         **UNLIKE[name],
     )
-    rest = Rest(park, at_begin)
-    rest.trainer = make(
-        AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32),
+    return make(
+        model,
         letters_of(name),
         args=args,
         train_dataset=Dataset.from_dict({"prompt": ["ab", "cd", "ef", "gh"] * 8}),
         processing_class=models.tokenizer(),
         callbacks=[rest],
     )
-    rest.trainer.train()
-    seen.add(rest.trainer.accelerator.distributed_type.value)
-    return digest(rest.trainer)
 
 
 def run(

@@ -113,8 +113,7 @@ def together(base: Path, out: Path, kind: str = "grpo", merge_every: int = 2, tr
                 agent=agent,
                 base=base,
                 merge_every=merge_every,
-                keep_rounds=99,
-                **QUICK | ram,
+                **QUICK | {"keep_rounds": 99} | ram,
             )
             trainer.train()
             return trainer
@@ -425,6 +424,17 @@ def test_rotating_checkpoints_leaves_the_generalists_alone(base, tmp_path):
     hub = Hub(tmp_path / "hub")
     assert len(list((tmp_path / "tool").glob("checkpoint-*"))) == 1
     assert all(hub.generalist_folder(number).exists() for number in (1, 2, 3, 4))
+
+
+def test_no_more_generalists_than_rounds_to_keep_are_left(base, tmp_path):
+    """Exports come later than rounds, from processes of their own; in the end those count, too."""
+    together(base, tmp_path, merge_every=1, keep_rounds=2)
+    hub = Hub(tmp_path / "hub")
+    newest = len(hub.decisions())
+    assert newest > 4
+    for kind, kept in {"generalist": [newest - 1, newest], "state": [0, newest - 1, newest]}.items():
+        assert sorted(path.name for path in (hub.path / kind).glob("round-*")) == [f"round-{n:04d}" for n in kept]
+    assert hub.latest() == newest
 
 
 def test_adapters_where_they_are_not_understood_are_refused(base, tmp_path):

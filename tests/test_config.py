@@ -241,6 +241,6 @@ def test_a_file_that_is_not_a_mapping_is_refused_by_its_path(tmp_path: Path, con
 
 
 def test_a_missing_file_is_refused_by_its_path(tmp_path: Path):
-    with pytest.raises(ValueError, match="cannot be read") as error:
+    with pytest.raises(ValueError, match="there is no such file") as error:
         read_yaml(tmp_path / "nowhere.yaml")
     assert str(tmp_path / "nowhere.yaml") in str(error.value)

@@ -18,13 +18,14 @@ from ram_trl.export import Exporter, export_round
 from ram_trl.files import PARTIAL, DamagedFileError, link_json, write_json
 from ram_trl.hub import Heartbeat, Hub, HubError, Watch
 from ram_trl.member import Member
-from ram_trl.rounds import write_folder
+from ram_trl.rounds import Rounds, write_folder
 from ram_trl.team import Team
 from ram_trl.weights import Span
 from ram_trl.weights.live import LiveWeights
+from ram_trl.weights.sparse import BlockWriter
 from tests import crash
 from tests.models import contents
-from tests.test_crash import one_round, play_round, three_rounds, world_in
+from tests.test_crash import decided, one_round, play_round, three_rounds, world_in
 from tests.test_member import Toy, World
 
 IDENTITY = {
@@ -504,6 +505,44 @@ def test_an_agent_that_stalled_until_its_state_was_swept_goes_on(tmp_path):
     mets = [member.meet(step) for step in (9, 10)]
     assert mets[-1].published
     assert member.round == len(world.hub.decisions())
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_a_state_that_takes_long_is_waited_for_as_long_as_it_grows(tmp_path, monkeypatch, dies):
+    """Patience is for a job that died in the middle; then, and only then, another makes the state in its place."""
+    world = world_in(tmp_path)
+    decided(world)
+    for member in world.members.values():
+        member._config = world.config.model_copy(update={"patience": 0.5})
+    real_add, real_make, makers = BlockWriter.add, Rounds.make_state, []
+
+    def add(self, *args, **kwargs):
+        if threading.current_thread() is slow:
+            if dies:
+                wake.wait()
+            time.sleep(0.3)
+        return real_add(self, *args, **kwargs)
+
+    def make_state(self, *args, **kwargs):
+        makers.append(threading.current_thread())
+        return real_make(self, *args, **kwargs)
+
+    monkeypatch.setattr(BlockWriter, "add", add)
+    monkeypatch.setattr(Rounds, "make_state", make_state)
+    wake = threading.Event()
+    slow = threading.Thread(target=lambda: world.members["tool"].load(world.hub.decisions()))
+    world.members["tool"]._config = world.config  # no patience at all: it makes the state
+    slow.start()
+    while not makers:
+        time.sleep(0.01)
+    time.sleep(0.1)
+    world.members["code"].load(world.hub.decisions())
+    wake.set()
+    slow.join()
+    assert makers == ([slow, threading.current_thread()] if dies else [slow])
+    world.simulator.load("code")
+    world.simulator.load("tool")
+    world.check()
 
 
 # ---- latest ---------------------------------------------------------------------------------------------------------

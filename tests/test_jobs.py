@@ -99,7 +99,7 @@ def test_devices_on_the_cpu_are_a_mistake(tmp_path):
 
 def test_every_value_that_accelerate_could_take_from_elsewhere_is_passed(tmp_path):
     found = plan(tmp_path, visible=list("012345"), accelerate="zero3")
-    command = found.command(found.jobs[0], 41234, resume=True)
+    command = found.command(found.jobs[0], 41234, True, found.config_file(found.jobs[0]))
     pairs = dict(itertools.pairwise(command))
     assert pairs["--num_processes"] == "2"
     assert pairs["--main_process_port"] == "41234"
@@ -114,7 +114,7 @@ def test_every_value_that_accelerate_could_take_from_elsewhere_is_passed(tmp_pat
 def test_several_cpu_processes_are_started_by_torchrun(tmp_path):
     """accelerate launch would start one, and say nothing."""
     found = plan(tmp_path, accelerate="cpu_ddp")
-    assert "torch.distributed.run" in found.command(found.jobs[0], 1, resume=False)
+    assert "torch.distributed.run" in found.command(found.jobs[0], 1, False, Path())
     assert found.jobs[0].processes == 2
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import random
 import signal
@@ -10,16 +11,22 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from io import StringIO
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
+from rich.console import Console
 from transformers import AutoModelForCausalLM
 
+from ram_trl import jobs
 from ram_trl.hub import Hub
 from ram_trl.job import whole_checkpoint
+from ram_trl.jobs import make_plan
+from ram_trl.launcher import Failure, Launcher
 from ram_trl.ports import HeldPort
+from ram_trl.recipe import load_recipe
 from tests import small_run
 from tests.test_callback import states
 
@@ -152,6 +159,23 @@ def test_every_schedule_makes_the_same_generalists(tmp_path, layout):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("mode", ["fold", "svd"])
+@pytest.mark.parametrize("layout", ["cpu", "cpu_ddp", "cpu_zero2", "cpu_zero3"])
+def test_adapters_on_one_base_in_memory_make_the_same_generalists(tmp_path, layout, mode):
+    """Each agent in a job of its own, with a base of its own; and all in turns, with one."""
+    changes = ("agents.*.peft={r: 3, target_modules: [q_proj, down_proj]}", f"continual.lora={mode}")
+    adapters = [part for change in changes for part in ("--set", change)]
+    alone = run(tmp_path / "concurrent", *adapters, accelerate=layout)
+    check_hub(alone)
+    assert len(states(alone / "hub")) == 4
+    turns = run(tmp_path / "interleaved", "--schedule", "interleaved", *adapters, accelerate=layout)
+    assert same(alone, turns)
+    told = "agent 'code' computes with the base that others have in memory"
+    assert told in (turns / "jobs" / "agents" / "log.txt").read_text()
+    assert told not in (alone / "jobs" / "code" / "log.txt").read_text()
+
+
+@pytest.mark.slow
 def test_parking_changes_nothing(tmp_path):
     parked = run(tmp_path / "parked", "--schedule", "interleaved", park=True)
     assert same(parked, run(tmp_path / "kept", "--schedule", "interleaved", park=False))
@@ -271,38 +295,73 @@ def test_a_held_port_is_given_to_nobody_else_and_can_be_listened_on():
 
 
 MEETING = """
-import torch, torch.distributed as dist
+import os, torch, torch.distributed as dist
 dist.init_process_group("gloo")
 total = torch.ones(1)
 dist.all_reduce(total)
 assert total.item() == 2
+if dist.get_rank() == 0:  # as vLLM does
+    port = int(os.environ["RAM_TRL_VLLM_PORTS"].split("=")[1])
+    dist.TCPStore("127.0.0.1", port, 1, is_master=True).set("key", "value")
+dist.barrier()
 """
 
 
+def launch_meeting(folder: Path, layout: str) -> None:
+    """A launcher with one job of two ranks; its exit code tells whether all went well at the first try."""
+    recipe = small_run.recipe(folder, agents=("tool",), accelerate=layout, processes=2)
+    log = (folder / "out.txt").open("w")
+    launcher = Launcher(make_plan(recipe, load_recipe(recipe)), False, Console(file=log))
+    code = launcher.run()
+    log.flush()
+    os._exit(code or len(launcher._jobs[0].failures))
+
+
 def eight_at_once(folder: Path) -> None:
-    script = folder / "meet.py"
-    script.write_text(MEETING)
-    ports = [HeldPort() for _ in range(8)]
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1", "--nproc-per-node", "2"]
-    logs = [(folder / f"{port.number}.txt").open("w+") for port in ports]
-    started = [
-        subprocess.Popen(
-            [*launch, "--master-addr", "127.0.0.1", "--master-port", str(port.number), str(script)],
-            stdout=log, stderr=subprocess.STDOUT,
-        )
-        for port, log in zip(ports, logs, strict=True)
-    ]  # fmt: skip
-    codes = [each.wait(300) for each in started]
-    for port, log, code in zip(ports, logs, codes, strict=True):
-        port.close()
-        log.seek(0)
-        assert code == 0, log.read()[-6000:]
+    layouts = ["cpu_ddp", "cpu_zero2"] * 4
+    folders = [folder / str(number) for number in range(8)]
+    fork = multiprocessing.get_context("fork")
+    launches = [fork.Process(target=launch_meeting, args=pair) for pair in zip(folders, layouts, strict=True)]
+    for each in launches:
+        each.start()
+    for each in launches:
+        each.join(400)
+    told = {path.name: (path / "out.txt").read_text() for path in folders}
+    codes = [each.exitcode for each in launches]
+    assert codes == [0] * 8, "\n".join(told[str(n)][-6000:] for n, code in enumerate(codes) if code)
+    ports = [line.split("MASTER_PORT=")[1].split()[0] for text in told.values() for line in text.splitlines() if
+             "MASTER_PORT=" in line]  # fmt: skip
+    assert len(ports) == len(set(ports)) == 8
 
 
 @pytest.mark.slow
-def test_eight_launches_at_once_never_clash(tmp_path):
-    for _ in range(10):
-        eight_at_once(tmp_path)
+@pytest.mark.parametrize("time", range(10))
+def test_eight_launches_at_once_never_clash(tmp_path, monkeypatch, time):
+    """Launchers as users start them, with jobs that meet and end: ports are what is shown."""
+    (tmp_path / "launch").mkdir()
+    (tmp_path / "launch" / "train.py").write_text(MEETING)
+    monkeypatch.setattr(jobs, "LAUNCH", tmp_path / "launch")
+    eight_at_once(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("cause", "hopeless"),
+    [
+        ("ValueError: the data is gone", True),
+        ("DistNetworkError: The server socket has failed to listen on any local network address. EADDRINUSE", False),
+        ("RuntimeError: Gloo connectFullMesh failed with [../gloo/pair.cc:1] Connection reset by peer", False),
+        ("RuntimeError: [1] Timed out waiting 1800000ms for recv operation to complete", False),
+    ],
+)
+def test_what_the_network_may_get_over_is_tried_again_as_often_as_is_allowed(tmp_path, cause, hopeless):
+    recipe = small_run.recipe(tmp_path, agents=("tool",))
+    console = Console(file=StringIO())
+    launcher = Launcher(make_plan(recipe, load_recipe(recipe)), False, console)
+    (job,) = launcher._jobs
+    for _ in range(2):
+        launcher._retry(job, Failure("tool", 0, cause, raised=True, agent="tool"))
+    assert ("it fails the same way each time" in console.file.getvalue()) == hopeless
+    assert job.state == ("failed" if hopeless else "waiting to restart")
 
 
 @pytest.mark.slow

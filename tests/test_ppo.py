@@ -9,11 +9,12 @@ import torch
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 import ram_trl
+from ram_trl import turns
 from ram_trl.evaluate import Scorer
 from ram_trl.hub import Hub, HubError
-from ram_trl.turns import take_turns
+from ram_trl.turns import _ProcessState, take_turns
 from ram_trl.weights.live import LayoutError
-from tests import models
+from tests import models, ring
 from tests.ppo import judge, ppo_trainer
 from tests.test_callback import QUICK, letters_of, states, trainer_of
 
@@ -141,6 +142,27 @@ def test_the_policy_is_scored_and_not_its_value_model(base, tmp_path):
     (seen,) = scored
     assert_same(seen, states(tmp_path / "hub")[1])
     assert any("ram/eval/letters" in entry for entry in trainer.state.log_history)
+
+
+@pytest.mark.parametrize("park", [False, True], ids=["", "parked"])
+def test_turns_leave_no_trace(base, tmp_path, park):
+    alone = ring.run(["tool"], base, tmp_path, "ppo") | ring.run(["code"], base, tmp_path, "ppo")
+    assert alone["tool"] != alone["code"]
+    assert ring.run(ring.UNLIKE, base, tmp_path, "ppo", park=park) == alone
+
+
+def test_without_own_singletons_a_ppo_agent_sees_the_other_s_accumulation(base, tmp_path, monkeypatch):
+    alone = ring.run(["tool"], base, tmp_path, "ppo")
+    real = _ProcessState.show
+
+    def show(self: _ProcessState) -> None:
+        held = dict(turns.GradientState._shared_state)
+        real(self)
+        turns.GradientState._shared_state.clear()
+        turns.GradientState._shared_state.update(held)
+
+    monkeypatch.setattr(_ProcessState, "show", show)
+    assert ring.run(ring.UNLIKE, base, tmp_path, "ppo")["tool"] != alone["tool"]
 
 
 def test_a_value_model_that_shares_the_policy_s_weights_is_refused(base, tmp_path):

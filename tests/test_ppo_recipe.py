@@ -8,7 +8,7 @@ import pytest
 
 from ram_trl.hub import Hub
 from ram_trl.recipe import RECIPES
-from tests.test_launcher import check_hub, finish, start
+from tests.test_launcher import check_hub, finish, same, start
 
 pytestmark = pytest.mark.ppo
 
@@ -23,14 +23,31 @@ SHORT = {
 }
 
 
-@pytest.mark.parametrize("schedule", ["interleaved", pytest.param("concurrent", marks=pytest.mark.slow)])
-def test_a_ppo_and_a_grpo_agent_are_launched_and_merged(tmp_path: Path, schedule: str) -> None:
-    recipe = tmp_path / "ppo.yaml"
+def run(folder: Path, schedule: str, layout: str = "cpu") -> Path:
+    folder.mkdir(exist_ok=True)
+    recipe = folder / "ppo.yaml"
     recipe.write_text((RECIPES / "ppo.yaml").read_text())
-    (tmp_path / "tasks").symlink_to(RECIPES / "tasks")
-    changes = [f"{path}={value}" for path, value in (SHORT | {"launch.out": tmp_path / "run"}).items()]
-    options = [part for change in changes for part in ("--set", change)]
+    (folder / "tasks").symlink_to(RECIPES / "tasks")
+    settings = SHORT | {"launch.out": folder / "run", "launch.accelerate": layout, "continual.keep_rounds": 99}
+    options = [part for path, value in settings.items() for part in ("--set", f"{path}={value}")]
     finish(start(recipe, "--schedule", schedule, *options), recipe)
-    decisions = Hub(tmp_path / "run" / "hub").decisions()
+    return folder / "run"
+
+
+def check(out: Path) -> None:
+    decisions = Hub(out / "hub").decisions()
     assert [sorted(p.agent for p in d.publications) for d in decisions[:2]] == [["mem", "tool"]] * 2
-    check_hub(tmp_path / "run", ("tool", "mem"))
+    check_hub(out, ("tool", "mem"))
+
+
+def test_a_ppo_and_a_grpo_agent_are_launched_and_merged(tmp_path: Path) -> None:
+    check(run(tmp_path, "interleaved"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["cpu", "cpu_ddp", "cpu_zero2", "cpu_zero3"])
+def test_both_schedules_make_the_same_generalists(tmp_path: Path, layout: str) -> None:
+    """Reward functions score for PPO on every rank, also where DeepSpeed wraps what scores."""
+    concurrent = run(tmp_path / "concurrent", "concurrent", layout)
+    check(concurrent)
+    assert same(concurrent, run(tmp_path / "interleaved", "interleaved", layout))

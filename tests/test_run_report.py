@@ -72,12 +72,14 @@ def test_times_add_up_to_shares_of_the_whole(run):
     assert len(lines) == 2
     for line in lines:
         shares = [float(share) for share in re.findall(r"\(([\d.]+)%\)", line)]
-        assert len(shares) == 4
+        assert len(shares) == 5
         assert sum(shares) == pytest.approx(100, abs=0.3)
     times = read_times(Hub(run / "hub"), "tool")
     assert [each.step for each in times] == [2, 4, 6, 6]
     assert [each.round for each in times[:3]] == [1, 2, 3]
     assert all(each.train_s > 0 and each.publish_s > 0 and each.exchange_mb > 0 for each in times[:3])
+    assert any(each.turns_s > 0 for each in times), "agents of one job gave each other their turns"
+    assert all(each.wait_s >= 0 and each.merge_s > 0 for each in times)
 
 
 def test_a_line_that_a_killed_process_left_is_left_out(run, tmp_path):
@@ -144,4 +146,6 @@ def test_the_board_shows_a_row_per_agent_with_and_without_a_terminal(run, tmp_pa
             board.show({"tool": "running", "code": "running"})
         shown = console.file.getvalue()
         assert "a line [with brackets]" in shown
+        if not terminal:
+            assert re.search(r"\[launcher\] agent 'tool': done, step 3/6, reward 0\.25, round 3, density", shown)
         assert "3/6" in shown

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from io import StringIO
@@ -41,6 +42,32 @@ def test_a_dry_run_prints_the_command_and_the_memory_of_every_job(name):
     assert told.count("launch/train.py --recipe") == jobs
     assert told.count("  memory: about ") == jobs
     assert told.count("CUDA_VISIBLE_DEVICES=") == jobs
+    configs = re.findall(r"--config_file (\S+)", told)
+    assert len(configs) == jobs
+    assert all(Path(config).is_file() for config in configs), "the commands can be run by hand"
+
+
+def test_a_file_of_changes_in_place_of_a_recipe_is_told():
+    with pytest.raises(ValueError, match=r"no recipe but a file of changes .*--set-file .*tiny\.yaml"):
+        dry_run(RECIPES / "tiny.yaml")
+
+
+@pytest.mark.parametrize("park", [True, False])
+@pytest.mark.parametrize(("mode", "vllm"), [("fold", True), ("fold", False), ("svd", False), ("svd", True)])
+def test_agents_that_share_a_base_need_memory_for_one(park, mode, vllm):
+    """With `svd` the sync with vLLM would leave its traces in a common base."""
+    (name,) = LORA
+    path = RECIPES / f"{name}.yaml"
+    every, trained = LORA[name]
+    frozen, own = every - trained, trained * (4 + 4 + 8)
+    shared = 4 * frozen if mode == "fold" or not vllm else 0
+    own += 4 * frozen - shared
+    changes = [("launch.park", park), ("continual.lora", mode), ("agents.*.args.use_vllm", vllm)]
+    plan = make_plan(path, load_recipe(path, changes))
+    found = estimate(plan, plan.jobs[0])
+    assert isinstance(found, Estimate)
+    assert found.device == pytest.approx(shared + own * (1 if park else 2) + 0.1e9)
+    assert found.host == pytest.approx(2 * 4 * frozen + (own if park else 0))
 
 
 @pytest.mark.parametrize("name", TRAINED)

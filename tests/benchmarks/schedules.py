@@ -1,13 +1,14 @@
 """
-Where the time of a run goes, by schedule: python -m tests.benchmarks.schedules [schedule …]
+Where the time of a run goes, by schedule: python -m tests.benchmarks.schedules [--small] [schedule …]
 
 `ram-trl launch` with three GRPO agents and a model of 51 M parameters in fp32 on the CPU, merging every 2 of 4 steps.
 Prints, per schedule, the time of the whole run and each agent's shares of training, publishing, waiting and merging,
-as the run's own report has them.
+as the run's own report has them. With `--small` the model is tiny: to see that it works.
 """
 
 from __future__ import annotations
 
+import argparse
 import subprocess
 import sys
 import tempfile
@@ -34,16 +35,24 @@ def base(seed: int, progress: Any):
 
 
 def main() -> None:
-    for schedule in sys.argv[1:] or SCHEDULES:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("schedules", nargs="*", default=SCHEDULES)
+    parser.add_argument("--small", action="store_true")
+    chosen = parser.parse_args()
+    for schedule in chosen.schedules:
         with tempfile.TemporaryDirectory() as temporary:
             folder = Path(temporary)
             recipe = small_run.recipe(folder, steps=4)
-            changes = ["base.make=tests.benchmarks.schedules:base", "scoring.rounds=false", "continual.keep_rounds=3"]
+            made = "tests.small_run:base" if chosen.small else "tests.benchmarks.schedules:base"
+            changes = [f"base.make={made}", "scoring.rounds=false", "continual.keep_rounds=3"]
             options = [part for change in changes for part in ("--set", change)]
             command = [sys.executable, "-m", "ram_trl.cli", "launch", str(recipe), "--schedule", schedule, *options]
             started = time.monotonic()
-            subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+            with (folder / "out.txt").open("w") as out:
+                code = subprocess.run(command, check=False, stdout=out, stderr=subprocess.STDOUT).returncode
             took = time.monotonic() - started
+            if code:
+                sys.exit((folder / "out.txt").read_text())
             told = (folder / "run" / "report" / "report.md").read_text()
             table = told.split("## Where the time went")[1].split("## Rounds")[0].strip()
             print(f"{schedule}, {took:.0f} s in all\n{table}\n", flush=True)

@@ -12,6 +12,7 @@ from tests import models
 from tests.distributed.launching import end
 from tests.distributed.odd import odd_model
 from tests.distributed.test_shards import ALL, QUICK, ROUNDS, Case, alone, check, run, seen
+from tests.test_turns import LAYOUTS, digests
 
 pytestmark = pytest.mark.ppo
 
@@ -62,6 +63,16 @@ def test_the_policy_matches_the_simulator_on_every_rank(folder, name):
 @pytest.mark.parametrize("name", REST)
 def test_the_policy_matches_the_simulator_in_every_layout(folder, name):
     check_ppo(REST[name], folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_one_baton_across_two_ranks(tmp_path, layout):
+    found = digests(tmp_path, layout, "ppo")
+    assert (found["world"], found["layouts"]) == (2, [LAYOUTS[layout]])
+    assert found["alone"]["tool"] != found["alone"]["code"]
+    assert found["in turns"] == found["alone"]
+    assert found["parked"] == found["alone"]
 
 
 def test_the_plain_callback_refuses_zero_2_and_names_attach(folder):

@@ -258,6 +258,19 @@ class LoraWeights:
             self.team.together(write)
             self._frozen.commit()
 
+    @property
+    def folds(self) -> bool:
+        """Whether rounds go into the live base."""
+        return self._mode == "fold"
+
+    def frozen_tensors(self) -> dict[str, Tensor]:
+        """Where the live base is, by stored name: parameters that are not trained, or this rank's shards of them."""
+        return {name: getattr(p, "ds_tensor", p) for name, p in _frozen(self._model).items()}
+
+    def put_base_back(self) -> None:
+        """With `fold`: makes the live base what was loaded, whatever is there now. Collective."""
+        self._write_frozen(lambda span: self._loaded_at(span))
+
     def _empty_adapter(self) -> None:
         for key, peft in self._factors.items():
             if key.endswith(UP):
