@@ -22,6 +22,7 @@ from transformers import (
     TrainingArguments,
 )
 
+from ram_trl import folded
 from ram_trl.config import ContinualConfig, MergeConfig
 from ram_trl.evaluate import ExactScorer, Scorer
 from ram_trl.export import Exporter
@@ -86,6 +87,9 @@ class RAMCallback(TrainerCallback):
             `"svd"` leaves the base alone and sets the adapter to the best fit of what the round changes, and what that
             misses is kept apart. The optimizer's moments start again with either. With `"fold"`, an adapter that the
             trainer saves belongs to the newest round and not to the base.
+        export_rank (`int`, *optional*):
+            Export generalists as LoRA adapters of this rank, the best fit of what they change of the base, with the
+            error told in the folder; by default as models. The same in all jobs.
         on_hub_error (`str`, *optional*, defaults to `"skip"`):
             `"skip"` trains on when the hub cannot be read or written; `"raise"` stops.
         keep_rounds (`int`, *optional*, defaults to `3`):
@@ -120,6 +124,7 @@ class RAMCallback(TrainerCallback):
         moments: Literal["keep", "reset"] = "keep",
         reference: Literal["keep", "generalist"] = "keep",
         lora: Literal["fold", "svd"] = "fold",
+        export_rank: int | None = None,
         on_hub_error: Literal["skip", "raise"] = "skip",
         keep_rounds: int = 3,
         scorer: Scorer | ExactScorer | None = None,
@@ -142,6 +147,7 @@ class RAMCallback(TrainerCallback):
             moments=moments,
             reference=reference,
             lora=lora,
+            export_rank=export_rank,
             on_hub_error=on_hub_error,
             keep_rounds=keep_rounds,
             heartbeat=heartbeat,
@@ -152,6 +158,7 @@ class RAMCallback(TrainerCallback):
         self.park = park
         self.trainer: Trainer | None = None
         self._told_to_wait = False
+        self._told_of_fold = False
 
     # ---- the trainer's events -----------------------------------------------------------------------------------
 
@@ -190,6 +197,7 @@ class RAMCallback(TrainerCallback):
         if self._team.first:
             logger.info(told)
         self._refer_to_generalist()
+        self._tell_of_fold()
         self._remember(state)
 
     def on_step_end(
@@ -223,6 +231,8 @@ class RAMCallback(TrainerCallback):
             member = self._member
             try:
                 self._live.save(folder, member.round, lambda: member.state_of(member.round))
+                if self._folded and self._team.first:
+                    folded.note_in_card(folder / "README.md", self.agent, self.base, self.hub, member.round)
             except OSError as error:
                 if self.config.on_hub_error == "raise":
                     raise
@@ -301,12 +311,6 @@ class RAMCallback(TrainerCallback):
 
     def _restore_base(self, live: LoraWeights, folder: Path, number: int) -> None:
         """A trainer's checkpoint holds the adapter alone; rounds may have changed what it stands on."""
-        if "DeepSpeed" in live.title:
-            raise HubError(
-                f"agent '{self.agent}': resuming the training of an adapter from a checkpoint was not shown to work "
-                f"with this layout ({live.title}); start it from the base with resume=True, and it goes on from the "
-                "newest round, without what it had learnt since it last published"
-            )
         if not self._team.ask(self.hub.state_folder(number).exists):
             return  # then the agent cannot go on from there, and loads the newest round
         rounds = Rounds(self.hub, self._team, self._team.ask(self.hub.described)["identity"])
@@ -319,8 +323,20 @@ class RAMCallback(TrainerCallback):
         if self.config.moments == "reset":
             self._live.forget_moments()
         self._refer_to_generalist()
+        self._tell_of_fold()
         if self.trainer is not None:
             trainers.forget_pushed_weights(self.trainer)
+
+    @property
+    def _folded(self) -> bool:
+        """Whether rounds have gone into the live base, so that the adapter does not belong to the checkpoint."""
+        loads = isinstance(self._live, LoraWeights) and self.config.lora == "fold" and not self._member.observes
+        return loads and self._member.round > 0
+
+    def _tell_of_fold(self) -> None:
+        if self._folded and not self._told_of_fold and self._team.first:
+            folded.warn(self.agent, self.base, self.hub, self._member.round)
+            self._told_of_fold = True
 
     def _bound_reference(self, args: TrainingArguments) -> Reference:
         model = getattr(self.trainer, "ref_model", None)

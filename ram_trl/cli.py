@@ -174,8 +174,12 @@ def convert_zero_command(
 
 @app.command("demo")
 def demo_command(
-    out: Annotated[Path, typer.Option(help="Folder to write; an earlier demo there is replaced.")] = Path("runs/demo"),
-    recipe: Annotated[Path | None, typer.Option(help="A recipe like the shipped demo.yaml.")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Folder to write, runs/demo or runs/demo-lora by default; an earlier demo is replaced."),
+    ] = None,
+    recipe: Annotated[Path | None, typer.Option(help="A recipe like the shipped demo.yaml or lora.yaml.")] = None,
+    lora: Annotated[bool, typer.Option("--lora", help="Train LoRA adapters: the shipped lora.yaml.")] = False,
     seeds: Annotated[int, typer.Option(help="Run seeds 0, 1, …; more than one gives mean ± std.")] = 1,
     fast: Annotated[
         bool, typer.Option("--fast", help="A quick run through every part; its scores mean nothing.")
@@ -186,8 +190,11 @@ def demo_command(
     from ram_trl.demo import run_demo
     from ram_trl.recipe import RECIPES
 
+    if lora and recipe is not None:
+        _stop(ValueError(f"--lora runs the shipped lora.yaml, and --recipe names {recipe}; give one of them"))
+    shipped, folder = ("lora.yaml", "runs/demo-lora") if lora else ("demo.yaml", "runs/demo")
     try:
-        run_demo(recipe or RECIPES / "demo.yaml", out, seeds, fast, Console())
+        run_demo(recipe or RECIPES / shipped, out or Path(folder), seeds, fast, Console())
     except (ValueError, OSError) as error:
         _stop(error)
 

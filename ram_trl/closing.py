@@ -11,8 +11,7 @@ from ram_trl.continual import Decision, Publication, consumable
 from ram_trl.files import DamagedFileError
 from ram_trl.hub import Hub, Watch
 from ram_trl.rounds import Rounds
-from ram_trl.weights import Span, cut, entries
-from ram_trl.weights.sparse import BLOCK, BlockFileError
+from ram_trl.weights.sparse import BlockFileError
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +40,7 @@ class Closer:
         self._good: set[tuple[str, int]] = set()
         self._refused: set[tuple[str, int]] = set()
         self._told: set[tuple[str, int]] = set()
+        self._sound_states: set[int] = set()
 
     def close(self, decisions: list[Decision], late: bool) -> bool:
         """Makes the next decision if the wait policy is met, or if it is `late` and there is anything to merge."""
@@ -78,18 +78,23 @@ class Closer:
                 continue
             if head is not None:
                 heads.append(head)
-        return [head for head in consumable(heads, decisions, self._config.resync) if self._trusted(head)]
+        fresh = consumable(heads, decisions, self._config.resync)
+        return [head for head in fresh if self._trusted(head, len(decisions))]
 
-    def _trusted(self, head: Publication) -> bool:
+    def _trusted(self, head: Publication, newest: int) -> bool:
         key = (head.agent, head.sequence)
         if key in self._good or key in self._refused:
             return key in self._good
         try:
-            store = self._rounds.publication(head)
-            for name in store.names():
-                for span in cut([Span(name, 0, entries(store, name))], BLOCK):
-                    if not torch.isfinite(span.of(store)).all():
-                        raise BlockFileError(f"'{name}' holds NaN or Inf within entries {span.start}-{span.stop}")
+            for span, values in self._rounds.publication(head).contents():
+                if not torch.isfinite(values).all():
+                    raise BlockFileError(f"'{span.name}' holds NaN or Inf within entries {span.start}-{span.stop}")
+            # The newest state is read by all; of an older one, nobody but this agent may have seen that it is damaged.
+            older = head.base_round if not self._rounds.observes and head.base_round != newest else None
+            if older is not None and older not in self._sound_states:
+                for _ in self._rounds.state(older).contents():
+                    pass
+                self._sound_states.add(older)
         except (DamagedFileError, BlockFileError, OSError) as error:
             self._refuse(*key, error)
             return False

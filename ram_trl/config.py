@@ -227,6 +227,9 @@ class ContinualConfig(BaseModel):
         lora (`str`, *optional*, defaults to `"fold"`):
             How a round goes into a model with a LoRA adapter: `"fold"` puts it into the base and starts the adapter at
             zero, `"svd"` makes the adapter its best fit.
+        export_rank (`int`, *optional*):
+            Export generalists as LoRA adapters of this rank in place of models: the best fit of what they change of
+            the base. The same in all jobs.
         on_hub_error (`str`, *optional*, defaults to `"skip"`):
             A hub that cannot be read or written (full disk, lost mount): `"skip"` trains on and publishes at the next
             merge; `"raise"` stops. Wrong numbers always raise.
@@ -250,6 +253,7 @@ class ContinualConfig(BaseModel):
     moments: Literal["keep", "reset"] = "keep"
     reference: Literal["keep", "generalist"] = "keep"
     lora: Literal["fold", "svd"] = "fold"
+    export_rank: int | None = Field(default=None, ge=1)
     on_hub_error: Literal["skip", "raise"] = "skip"
     keep_rounds: int = Field(default=3, ge=1)
     heartbeat: float = Field(default=10, gt=0)

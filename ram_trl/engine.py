@@ -36,6 +36,7 @@ CHUNK = 1 << 19
 """Entries per chunk: the working set of a few agents stays in the cache of a core."""
 
 SAMPLE = 1 << 11
+AT_ONCE = 16
 """Entries of each chunk that tell about where the `top` threshold lies."""
 
 Reduce = Callable[[Tensor, Literal["sum", "max"]], Tensor]
@@ -369,11 +370,16 @@ def _changes(base: Store, compared: Sequence[Compared], config: MergeConfig, spa
 def _upper_histograms(
     base: Store, compared: Sequence[Compared], config: MergeConfig, workers: Workers, spans: Sequence[Span]
 ) -> Tensor:
-    def work(span: Span) -> Tensor:
-        return torch.stack([change.upper_histogram() for change in _changes(base, compared, config, span)])
+    def work(several: Sequence[Span]) -> Tensor:
+        counts = torch.zeros(len(compared), criterion.UPPER_BINS, dtype=torch.int64)
+        for span in several:
+            for change, row in zip(_changes(base, compared, config, span), counts, strict=True):
+                change.tally_upper(row)
+        return counts
 
     totals = torch.zeros(len(compared), criterion.UPPER_BINS, dtype=torch.int64)
-    for counted in workers.map(work, spans):
+    # Histograms are larger than samples: adding them up would take longer than counting.
+    for counted in workers.map(work, [spans[at : at + AT_ONCE] for at in range(0, len(spans), AT_ONCE)]):
         totals += counted
     return totals
 

@@ -1,5 +1,6 @@
 """
-A round's generalist as a `save_pretrained` folder, made in a process of its own while training goes on.
+A round's generalist as a `save_pretrained` folder, of a model or of an adapter, made in a process of its own while
+training goes on.
 
     python -m ram_trl.export HUB BASE SHARD_SIZE
 
@@ -21,17 +22,21 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
+from ram_trl.adapters import merge_low_rank
 from ram_trl.card import model_card
+from ram_trl.config import MergeConfig
 from ram_trl.continual import Decision, Publication
 from ram_trl.engine import CHUNK
 from ram_trl.files import DamagedFileError, folder_in_one_piece, partial, read_json
 from ram_trl.hub import Hub
+from ram_trl.low_rank import LARGE_ERROR
 from ram_trl.offline import SHARD_SIZE, write_like
 from ram_trl.problems import MergeInputError
 from ram_trl.report import MergeReport
 from ram_trl.rounds import Rounds
 from ram_trl.team import Team
 from ram_trl.weights import cut, whole
+from ram_trl.weights.anatomy import Anatomy
 from ram_trl.weights.checkpoint import Checkpoint, open_checkpoint
 from ram_trl.weights.sparse import Blocks
 from ram_trl.workers import Workers
@@ -92,26 +97,42 @@ def export_round(hub: Hub, number: int, base: Path, max_shard_size: int | str = 
         opened = open_checkpoint(base, "base")
         if opened.problems:
             raise MergeInputError(opened.problems)
-        store = opened.store
-        overlay = Overlay(store, Rounds(hub, Team(), hub.described()["identity"]).state(number))
         try:
             with folder_in_one_piece(folder) as temporary, Workers(1) as workers:
-                write_like(
-                    store,
-                    temporary,
-                    max_shard_size,
-                    lambda write: workers.map(lambda s: write(s, s.of(overlay)), cut(whole(store), CHUNK)),
-                )
+                told = _write(hub, number, opened.store, temporary, workers, max_shard_size)
                 report = round_report(hub, number)
                 if report is not None:
                     sources = {p.agent: _told(p) for p in report[0].publications}
                     merged = report[1].model_copy(update={"base": base, "out": folder, "sources": sources})
                     (temporary / "merge_report.json").write_text(merged.to_json(), encoding="utf-8")
-                    (temporary / "README.md").write_text(model_card(merged, store.config), encoding="utf-8")
+                    card = model_card(merged, opened.store.config) + told
+                    (temporary / "README.md").write_text(card, encoding="utf-8")
         except FileExistsError:
             logger.info("round %d was exported by another process meanwhile", number)
     hub.point_latest(number)
     return folder
+
+
+def _write(hub: Hub, number: int, base: Checkpoint, folder: Path, workers: Workers, max_shard_size: int | str) -> str:
+    """Writes the weights as the run wants them; returns what the model card has to say of them."""
+    identity = hub.described()["identity"]
+    rounds, rank = Rounds(hub, Team(), identity), identity.get("export_rank")
+    generalist = Overlay(base, rounds.state(number))
+    if rank is None:
+        spans = cut(whole(base), CHUNK)
+        write_like(
+            base, folder, max_shard_size, lambda write: workers.map(lambda s: write(s, s.of(generalist)), spans)
+        )
+        return ""
+    # Agents trained from state 0, which is the base, or the base rounded as their models were.
+    start, config = Overlay(base, rounds.state(0)), MergeConfig(epsilon=0)
+    merged = merge_low_rank(start, {"generalist": generalist}, config, workers, Anatomy(base.config, base), rank=rank)
+    merged.save(folder, str(base.folder.resolve()))
+    (folder / "adapter_report.json").write_text(merged.report.to_json(), encoding="utf-8")
+    misses = f"the adapter misses {merged.report.error:.1%} of what round {number} changes of the base"
+    if merged.report.error > LARGE_ERROR:
+        logger.warning("%s: with rank %d %s; a higher export_rank misses less", folder.parent, rank, misses)
+    return f"\nA LoRA adapter of rank {rank}: {misses} (Frobenius norm; by layer in `adapter_report.json`).\n"
 
 
 def _told(head: Publication) -> str:

@@ -168,7 +168,8 @@ def _same(base: Checkpoint, agent: Checkpoint | Adapter, name: str) -> bool:
 def _check_architecture(base: Mapping[str, Any], agent: Mapping[str, Any], where: str) -> list[Problem]:
     problems = []
     for key in ("model_type", "architectures"):
-        if key in base and key in agent and base[key] != agent[key]:
+        # null says nothing, as a missing key does.
+        if base.get(key) is not None and agent.get(key) is not None and base[key] != agent[key]:
             what = (
                 f"{key} is {_told(agent[key])}, the base's is {_told(base[key])}; only one architecture can be merged"
             )

@@ -16,6 +16,9 @@ SEED = 0
 FINE_ERROR = 1e-3
 """Below this, an error cannot be told from rounding in float32 norms, and the SVD is computed whole, in float64."""
 
+LARGE_ERROR = 0.5
+"""An adapter that misses more than this share of what it is to hold is warned about."""
+
 
 @dataclass(frozen=True)
 class Fit:

@@ -210,6 +210,8 @@ class Member:
             "merge": self._config.merge.settled(),
             "resync": self._config.resync,
         }
+        if self._config.export_rank is not None:
+            identity["export_rank"] = self._config.export_rank
 
         def enter() -> dict[str, Any]:
             if not self._team.first:

@@ -233,11 +233,53 @@ class MergeRow(Section):
         return [(knobs, _merge_config(written, knobs)) for knobs in combinations]
 
 
+class FactorRow(Section):
+    """
+    A merge of adapters' factors A and B, each apart, by peft's `add_weighted_adapter(combination_type="linear")`: what
+    merging in the space of ΔW is compared with.
+
+    Args:
+        name (`str`):
+            Its name in tables.
+        weight (`float` or `"mean"`, *optional*, defaults to `1`):
+            Weight of every agent; `"mean"` is the one with which A is the mean of the agents' A, and B of their B.
+        tune (`dict[str, list[float]]`, *optional*):
+            Values of `weight` to try. Each is scored on the dev split; the best one is the row.
+    """
+
+    name: str = Field(min_length=1)
+    weight: float | Literal["mean"] = 1.0
+    tune: dict[str, list[float]] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _tunes_weights(self) -> FactorRow:
+        if self.tune and (list(self.tune) != ["weight"] or not self.tune["weight"]):
+            raise ValueError(f"tune is {self.tune}; it may hold values of weight, at least one, and nothing else")
+        return self
+
+    def candidates(self) -> list[tuple[dict[str, float], float | Literal["mean"]]]:
+        """Every weight to try, as knobs and by itself; `weight` if it is not tuned."""
+        if not self.tune:
+            return [({}, self.weight)]
+        return [({"weight": weight}, weight) for weight in self.tune["weight"]]
+
+
 class ContinualRow(Section):
-    """A continual run: its name in tables, and whether agents keep what a round did not consume of their updates."""
+    """
+    A continual run.
+
+    Args:
+        name (`str`):
+            Its name in tables.
+        carry (`bool`, *optional*, defaults to `True`):
+            Whether agents keep what a round did not consume of their updates.
+        lora (`str`, *optional*, defaults to `"fold"`):
+            How a round goes into agents with adapters, as in [`ContinualConfig`].
+    """
 
     name: str = Field(min_length=1)
     carry: bool = True
+    lora: Literal["fold", "svd"] = "fold"
 
 
 class ContinualSection(Section):
@@ -249,7 +291,8 @@ class ContinualSection(Section):
             Optimizer steps between merges.
         rows (`list[ContinualRow]`, *optional*):
             The demo's runs. The hub of the first one is kept.
-        carry, resync, wait, timeout, moments, reference, lora, on_hub_error, keep_rounds, heartbeat, patience:
+        carry, resync, wait, timeout, moments, reference, lora, export_rank, on_hub_error, keep_rounds, heartbeat,
+        patience:
             `ram-trl launch`: as in [`ContinualConfig`].
     """
 
@@ -262,6 +305,7 @@ class ContinualSection(Section):
     moments: Literal["keep", "reset"] = "keep"
     reference: Literal["keep", "generalist"] = "keep"
     lora: Literal["fold", "svd"] = "fold"
+    export_rank: int | None = Field(default=None, ge=1)
     on_hub_error: Literal["skip", "raise"] = "skip"
     keep_rounds: int = Field(default=3, ge=1)
     heartbeat: float = Field(default=10, gt=0)
@@ -336,6 +380,8 @@ class Recipe(Section):
             The merge that makes the generalist. It is never tuned.
         compare (`list[MergeRow]`, *optional*):
             The merges it is compared with.
+        factors (`list[FactorRow]`, *optional*):
+            Where agents train adapters: merges of A and B apart that it is compared with, too.
         continual ([`ContinualSection`], *optional*):
             Merging while agents train.
         launch ([`LaunchSection`], *optional*):
@@ -350,6 +396,7 @@ class Recipe(Section):
     scoring: ScoringSection = ScoringSection()
     merge: MergeRow
     compare: list[MergeRow] = Field(default_factory=list)
+    factors: list[FactorRow] = Field(default_factory=list)
     continual: ContinualSection | None = None
     launch: LaunchSection = LaunchSection()
     fast: FastSection = Field(default_factory=FastSection)
@@ -363,7 +410,7 @@ class Recipe(Section):
         models = [
             "base",
             *(f"agent:{name}" for name in agents),
-            *(row.name for row in self.rows),
+            *(row.name for row in self.one_shot),
             *(run.name for run in self.runs),
         ]
         for name in models:
@@ -373,14 +420,21 @@ class Recipe(Section):
             raise ValueError("an agent is called 'average', which is the column of the mean over tasks; rename it")
         if self.fast.continual and self.continual is None:
             raise ValueError("fast.continual changes the section continual, which the recipe does not have")
+        if self.factors and any(agent.peft is None for agent in self.agents):
+            raise ValueError("factors merges the A and B of adapters, but not every agent has a section peft")
         if self.merge.tune:
             raise ValueError("merge has a tune grid; the generalist is not tuned, tune rows of compare instead")
         return self
 
     @property
     def rows(self) -> list[MergeRow]:
-        """All merges of the trained agents, the generalist's last."""
+        """All merges by our rules of the trained agents, the generalist's last."""
         return [*self.compare, self.merge]
+
+    @property
+    def one_shot(self) -> list[FactorRow | MergeRow]:
+        """All merges of the trained agents: those of factors, then all others."""
+        return [*self.factors, *self.rows]
 
     @property
     def runs(self) -> list[ContinualRow]:

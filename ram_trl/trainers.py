@@ -84,7 +84,7 @@ def _group(agent: AgentSection, task: Task, base: Path, args: Mapping[str, Any],
         args=config(**args),
         train_dataset=task.train,
         processing_class=tokenizer,
-        peft_config=_lora(agent),
+        peft_config=adapter_config(agent),
     )
 
 
@@ -103,7 +103,7 @@ def _ppo(agent: AgentSection, task: Task, base: Path, args: Mapping[str, Any], t
 
     prompts = task.train.map(lambda row: {"input_ids": tokenizer(row["prompt"])["input_ids"]})
     prompts = prompts.select_columns(["input_ids"])
-    lora = _lora(agent)
+    lora = adapter_config(agent)
     return PPOTrainer(
         args=config,
         processing_class=tokenizer,
@@ -119,9 +119,18 @@ def _ppo(agent: AgentSection, task: Task, base: Path, args: Mapping[str, Any], t
     )
 
 
-def _lora(agent: AgentSection) -> Any:
+def adapter_config(agent: AgentSection) -> Any:
+    """
+    The `LoraConfig` of an agent; `None` if it trains all weights.
+
+    Raises:
+        `ValueError`: if peft refuses its fields.
+    """
     if agent.peft is None:
         return None
     from peft import LoraConfig
 
-    return LoraConfig(**{"task_type": "CAUSAL_LM", **agent.peft})
+    try:
+        return LoraConfig(**{"task_type": "CAUSAL_LM", **agent.peft})
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"agent '{agent.name}': LoraConfig refuses its peft section: {error}") from error

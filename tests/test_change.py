@@ -78,8 +78,14 @@ def test_bit_patterns(rows, dtype, start, width):
     for above, within in both(lambda: here.split(Bracket(start, start + width))):
         assert above == sum(p >= start + width for p in patterns)
         assert within.tolist() == [p - start for p in patterns if start <= p < start + width]
-    for histogram in both(here.upper_histogram):
-        assert histogram.tolist() == np.bincount([p >> 16 for p in patterns], minlength=1 << 15).tolist()
+
+    def tallied() -> Tensor:
+        counts = torch.ones(1 << 15, dtype=torch.int64)
+        here.tally_upper(counts)
+        return counts
+
+    for counts in both(tallied):
+        assert (counts - 1).tolist() == np.bincount([p >> 16 for p in patterns], minlength=1 << 15).tolist()
 
 
 @pytest.mark.parametrize("length", [2047, 2048, 2049, 5000])

@@ -22,10 +22,9 @@ from rich.console import Console
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ram_trl import demo
 from ram_trl.callback import attach
 from ram_trl.config import MergeConfig
-from ram_trl.demo import DemoReport, run_demo
+from ram_trl.demo import DemoReport, run_demo, training
 from ram_trl.engine import merge_state_dicts
 from ram_trl.evaluate import accuracies
 from ram_trl.export import round_report
@@ -263,7 +262,7 @@ def test_agents_that_only_observe_are_the_agents_trained_alone(own_recipe: Path,
         trainers[arguments["agent"]] = trainer
         attach(trainer, **arguments, resync="none")
 
-    monkeypatch.setattr(demo, "attach", observe)
+    monkeypatch.setattr(training, "attach", observe)
     out = tmp_path / "out"
     run_demo(own_recipe, out, seeds=1, fast=False, console=Console(file=StringIO()))
     for name, trainer in trainers.items():

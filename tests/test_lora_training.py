@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import copy
+import json
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 import ram_trl
 from ram_trl import MergeConfig
+from ram_trl.config import ContinualConfig
 from ram_trl.evaluate import Scorer
+from ram_trl.export import export_round
 from ram_trl.hub import Hub, HubError
+from ram_trl.member import Member
 from ram_trl.offline import merge_to_adapter
 from ram_trl.team import Team
 from ram_trl.turns import take_turns
@@ -150,7 +154,7 @@ def test_agents_of_different_ranks_and_targets_match_the_simulator(base, tmp_pat
 
 UNPROVEN = {"dora", "dora_rslora", "conv1d_dora", "embedding_dora", "tokens", "tokens_untied", "experts",
             "one_of_the_experts", "expert_patterns", "square_experts", "transposed_experts", "router",
-            "parameter_of_conv1d", "mica", "tied_targets"}  # fmt: skip
+            "parameter_of_conv1d", "mica", "orthogonal", "tied_targets"}  # fmt: skip
 RENAMED = {"experts_to_save"}  # its names on disk are not those in memory, which joining refuses
 PROVEN = {"fold": sorted(VARIANTS.keys() - UNPROVEN - RENAMED)}
 PROVEN["svd"] = [v for v in PROVEN["fold"] if not {"lora_bias", "ensure_weight_tying"} & VARIANTS[v][1].keys()]
@@ -196,6 +200,27 @@ def test_every_variant_computes_with_its_theta(tmp_path, mode, variant):
         assert lora.far(got, left) == pytest.approx(live.fit_error, abs=1e-4)
 
 
+@pytest.mark.parametrize(("mode", "variant"), [(m, v) for m in PROVEN for v in PROVEN[m]])
+def test_agent_alone_goes_on_as_what_peft_computed(tmp_path, mode, variant):
+    """Identity: merged alone with ε = 0, in the live model, in what is exported, and in what peft saves."""
+    model, hub = agent_of(variant, tmp_path / "base"), Hub(tmp_path / "hub")
+    base = tmp_path / "base"
+    live = weights_of(model, base, mode)
+    config = ContinualConfig(merge_every=1, merge=MergeConfig(epsilon=0), lora=mode, heartbeat=0.05)
+    member = Member(hub, "tool", base, live, config)
+    member.join(0, None, False)
+    lora.train(model, 1)
+    trained = lora.logits(model)
+    assert lora.distance(trained, lora.of_folder(base)) > 1e-3
+    assert member.meet(1).round == 1
+    member.leave()
+    assert lora.distance(lora.logits(model), trained) < 1e-5
+    assert lora.distance(lora.of_folder(export_round(hub, 1, base)), trained) < 1e-5
+    if mode == "svd":
+        model.save_pretrained(tmp_path / "saved")
+        assert lora.distance(lora.of_agent(base, tmp_path / "saved"), trained) < 1e-5
+
+
 def merged_by_peft(model) -> Weights:
     """The weights that forward passes compute with, by peft's own merge of a copy."""
     whole = copy.deepcopy(model).merge_and_unload()
@@ -223,7 +248,7 @@ def test_svd_is_exact_where_the_rank_allows_it_and_warns_where_it_does_not(base,
 
 @pytest.mark.parametrize("variant", sorted(UNPROVEN))
 def test_what_was_not_shown_to_work_in_training_is_refused_by_name(tmp_path, variant):
-    reasons = r"use_dora|trainable_token_indices|target_parameters|mica|non-contiguous"
+    reasons = r"use_dora|trainable_token_indices|target_parameters|mica|orthogonal|non-contiguous"
     with pytest.raises(LayoutError, match=rf"cannot be merged while it trains(.|\n)*({reasons})"):
         weights_of(agent_of(variant, tmp_path), tmp_path)
 
@@ -359,18 +384,6 @@ def test_resuming_equals_an_unbroken_run(base, tmp_path, mode):
         trainer.train(resume_from_checkpoint=str(tmp_path / "broken" / "tool" / "checkpoint-3"))
 
 
-def test_resuming_where_it_was_not_shown_to_work_is_refused(base, tmp_path, monkeypatch):
-    trainer = lora_trainer("tool", base, tmp_path, max_steps=2, save_strategy="steps", save_steps=2)
-    arguments = {"hub": tmp_path / "hub", "agent": "tool", "base": base, "merge_every": 2}
-    ram_trl.attach(trainer, **arguments, **ALONE)
-    trainer.train()
-    monkeypatch.setattr(LoraWeights, "title", "LoRA (fold), DeepSpeed ZeRO-3")
-    trainer = lora_trainer("tool", base, tmp_path, max_steps=4)
-    ram_trl.attach(trainer, **arguments, **ALONE)
-    with pytest.raises(HubError, match=r"agent 'tool': resuming .* ZeRO-3.*resume=True"):
-        trainer.train(resume_from_checkpoint=str(tmp_path / "tool" / "checkpoint-2"))
-
-
 def test_observing_agents_train_as_if_alone(base, tmp_path):
     observed = lora_trainer("tool", base, tmp_path / "observed")
     arguments = {"hub": tmp_path / "hub", "agent": "tool", "base": base, "merge_every": 2, "keep_rounds": 99}
@@ -403,13 +416,85 @@ def test_a_lora_agent_and_a_whole_model_share_a_hub(base, tmp_path):
         assert lora.distance(logits, generalist) < 1e-5
 
 
-def test_the_generalist_is_a_model_and_on_request_an_adapter(base, tmp_path):
-    trainer = lora_trainer("tool", base, tmp_path, max_steps=2)
-    arguments = {"hub": tmp_path / "hub", "agent": "tool", "base": base, "merge_every": 2}
-    ram_trl.attach(trainer, **arguments, **ALONE)
+def trained(base: Path, out: Path, **ram) -> Hub:
+    trainer = lora_trainer("tool", base, out, max_steps=4)
+    arguments = {"hub": out / "hub", "agent": "tool", "base": base, "merge_every": 2, "keep_rounds": 99}
+    ram_trl.attach(trainer, **arguments, **ALONE | ram)
     trainer.train()
-    hub = Hub(tmp_path / "hub")
+    return Hub(out / "hub")
+
+
+def test_the_generalist_is_a_model_and_later_an_adapter(base, tmp_path):
+    hub = trained(base, tmp_path)
     generalist = hub.generalist_folder(len(hub.decisions()))
     _, fitted = merge_to_adapter(base, {"all": generalist}, tmp_path / "out", MergeConfig(epsilon=0), max_error=0.2)
     assert 0 < fitted.error <= 0.2
     assert lora.distance(lora.of_agent(base, tmp_path / "out"), lora.of_folder(generalist)) < 0.05
+
+
+@pytest.mark.parametrize("mode", ["fold", "svd"])
+def test_generalists_are_exported_as_adapters_on_request(base, tmp_path, mode):
+    """S_k − W in its best fit of that rank, with the error told, on the base and not on any round."""
+    hub = trained(base, tmp_path, lora=mode, export_rank=4)
+    start = {n: t.detach() for n, t in model_with(base, {}).named_parameters()}
+    assert hub.latest() == len(hub.decisions()) >= 2
+    for number, state in enumerate(states(tmp_path / "hub")[1:], 1):
+        folder = hub.generalist_folder(number)
+        assert {path.name for path in folder.iterdir()} == {
+            "adapter_config.json",
+            "adapter_model.safetensors",
+            "adapter_report.json",
+            "merge_report.json",
+            "README.md",
+        }
+        assert json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"] == str(base)
+        wanted = {n: t - start[n] for n, t in state.items() if not torch.equal(t, start[n])}
+        agent = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), folder)
+        held = {n: t - start[n] for n, t in merged_by_peft(agent).items() if n in wanted}
+        report = json.loads((folder / "adapter_report.json").read_text())
+        assert report["rank"] == 4
+        assert lora.far(held, wanted) == pytest.approx(report["error"], abs=1e-3)
+        best = sum(float(torch.linalg.svdvals(t.double())[4:].square().sum()) for t in wanted.values())
+        size = sum(float(t.double().square().sum()) for t in wanted.values())
+        assert report["error"] == pytest.approx((best / size) ** 0.5, rel=0.02)
+        assert 0 < report["error"] < 1
+        assert f"misses {report['error']:.1%} of what round {number} changes" in (folder / "README.md").read_text()
+
+
+def test_an_export_that_holds_all_is_the_generalist(base, tmp_path):
+    hub = trained(base, tmp_path, export_rank=64)
+    number = len(hub.decisions())
+    generalist = lora.logits(model_with(base, states(tmp_path / "hub")[number]))
+    assert lora.distance(lora.of_agent(base, hub.generalist_folder(number)), generalist) < 1e-5
+
+
+def test_all_jobs_export_alike(base, tmp_path):
+    trained(base, tmp_path, export_rank=4)
+    trainer = lora_trainer("code", base, tmp_path)
+    arguments = {"hub": tmp_path / "hub", "agent": "code", "base": base, "merge_every": 2}
+    ram_trl.attach(trainer, **arguments, **ALONE)
+    with pytest.raises(HubError, match=r"belongs to another run: .*export_rank"):
+        trainer.train()
+
+
+def test_a_folded_adapter_is_told_not_to_belong_to_the_base(base, tmp_path, caplog):
+    def warned(out: Path, mode: str) -> list[str]:
+        caplog.clear()
+        trainer = lora_trainer("tool", base, out, max_steps=5, save_strategy="steps", save_steps=1)
+        arguments = {"hub": out / "hub", "agent": "tool", "base": base, "merge_every": 2, "keep_rounds": 99}
+        ram_trl.attach(trainer, **arguments, **ALONE, lora=mode)
+        trainer.train()
+        return [told.getMessage() for told in caplog.records if "belongs to the newest round" in told.getMessage()]
+
+    (told,) = warned(tmp_path / "fold", "fold")  # once, though there were two rounds
+    generalist = Hub(tmp_path / "fold" / "hub").generalist_folder(1)
+    assert told.startswith("agent 'tool': ")
+    assert str(base) in told
+    assert str(generalist) in told
+    cards = {step: (tmp_path / "fold" / "tool" / f"checkpoint-{step}" / "README.md").read_text() for step in (1, 3, 4)}
+    assert "not to" not in cards[1]  # before the first round it does belong to the base
+    assert f"**not to {base}**" in cards[3]
+    assert f"`{generalist}`" in cards[3]
+    assert f"`{Hub(tmp_path / 'fold' / 'hub').generalist_folder(2)}`" in cards[4]
+    assert not warned(tmp_path / "svd", "svd")
+    assert "not to" not in (tmp_path / "svd" / "tool" / "checkpoint-4" / "README.md").read_text()

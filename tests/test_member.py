@@ -277,3 +277,29 @@ def test_the_end_of_a_run_merges_what_is_left_of_a_single_agent(tmp_path):
     world.finish("tool")
     assert len(world.hub.decisions()) == 2
     world.check()
+
+
+@pytest.mark.parametrize("damaged", ["publication", "older state"])
+def test_what_stands_on_damaged_numbers_is_refused_by_name_and_left_out(tmp_path, caplog, damaged):
+    """An agent that never loaded round 1 publishes against state 0, which no other agent reads any more."""
+    world = World(tmp_path, "epsilon", carry=True, observe=False)
+    for agent in ("code", "tool"):
+        world.join(agent)
+    world.meet("code")
+    for agent in ("tool", "code"):
+        world.train(agent)
+        world.members[agent].publish(world.steps[agent])
+    folder = world.hub.state_folder(0) if damaged == "older state" else world.hub.publication_folder("tool", 1)
+    path = next(folder.glob("*.safetensors"))
+    flip_payload(path)
+    assert world.members["code"].close(late=True)
+    assert [p.agent for p in world.hub.decisions()[-1].publications] == ["code"]
+    assert "agent 'tool': its publication is refused, rounds go on without it" in caplog.text
+    assert str(path) in caplog.text
+
+
+def flip_payload(path: Path) -> None:
+    """Flips a bit of the first stored value."""
+    content = bytearray(path.read_bytes())
+    content[8 + int.from_bytes(content[:8], "little")] ^= 1
+    path.write_bytes(content)

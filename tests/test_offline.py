@@ -263,6 +263,13 @@ def test_all_problems_of_all_inputs_at_once(family):
     assert told(problems, "agent 'gone'", "nowhere")
 
 
+@pytest.mark.parametrize("place", ["base", "tool"])
+def test_a_config_that_says_null_of_its_architecture_says_nothing(family, place):
+    models.reconfigure(family / place, architectures=None)
+    merge(family / "base", {"tool": family / "tool", "code": family / "code"}, family / "out")
+    AutoModelForCausalLM.from_pretrained(family / "out")
+
+
 def test_nan_alone_stops_the_merge_before_anything_is_written(family):
     models.rewrite(family / "code", lambda t: t["model.norm.weight"].fill_(float("nan")))
     problems = problems_of(family)

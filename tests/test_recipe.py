@@ -11,7 +11,16 @@ import pytest
 import yaml
 
 from ram_trl.config import MergeConfig
-from ram_trl.recipe import RECIPES, ContinualRow, ContinualSection, MergeRow, Recipe, load_function, load_recipe
+from ram_trl.recipe import (
+    RECIPES,
+    ContinualRow,
+    ContinualSection,
+    FactorRow,
+    MergeRow,
+    Recipe,
+    load_function,
+    load_recipe,
+)
 
 SMALL: dict[str, Any] = {
     "base": {"make": "tasks/base.py:make", "args": {"steps": 100, "rate": 1}},
@@ -26,6 +35,7 @@ SMALL: dict[str, Any] = {
 }
 
 
+ADAPTED = [agent | {"peft": {"r": 2}} for agent in SMALL["agents"]]
 CONTINUAL: dict[str, Any] = {"merge_every": 6, "rows": [{"name": "on"}, {"name": "off", "carry": False}]}
 
 
@@ -56,6 +66,31 @@ def test_the_shipped_recipe_merges_continually_in_ten_equal_rounds_at_a_constant
     quick = recipe.quick()
     assert quick.continual is not None
     assert quick.agents[0].args["max_steps"] == 2 * quick.continual.merge_every
+
+
+def test_the_shipped_lora_recipe_is_the_demo_with_adapters() -> None:
+    recipe, plain = load_recipe(RECIPES / "lora.yaml"), load_recipe(RECIPES / "demo.yaml")
+    assert (recipe.base, recipe.scoring, recipe.fast) == (plain.base, plain.scoring, plain.fast)
+    assert [(agent.name, agent.task) for agent in recipe.agents] == [
+        (agent.name, agent.task) for agent in plain.agents
+    ]
+    assert all(agent.peft for agent in recipe.agents)
+    assert recipe.merge.config == MergeConfig()
+    rows = ["a-and-b-apart", "peft-linear", "average", "task_arithmetic", "ties", "ram", "ram+"]
+    assert [row.name for row in recipe.one_shot] == rows
+    assert [row.name for row in recipe.one_shot if row.tune] == ["peft-linear", "task_arithmetic", "ties"]
+    assert [row.lora for row in recipe.runs] == ["fold", "svd"]
+    assert recipe.continual is not None
+    for agent in recipe.agents:
+        assert agent.args["max_steps"] == 10 * recipe.continual.merge_every
+        assert agent.args["lr_scheduler_type"] == "constant"
+
+
+def test_a_merge_of_factors_has_a_weight_or_several_to_try() -> None:
+    assert FactorRow(name="x").candidates() == [({}, 1.0)]
+    assert FactorRow(name="x", weight="mean").candidates() == [({}, "mean")]
+    tuned = FactorRow(name="x", tune={"weight": [0.5, 1]})
+    assert tuned.candidates() == [({"weight": 0.5}, 0.5), ({"weight": 1.0}, 1.0)]
 
 
 def test_fast_changes_single_values_and_nothing_else(tmp_path: Path) -> None:
@@ -134,6 +169,13 @@ def test_a_grid_is_every_combination_in_the_order_written() -> None:
         ),
         ({"fast": {"continual": {"merge_every": 2}}}, "fast.continual changes the section continual, which"),
         ({"compare": [{"name": "x", "epsilion": 1}]}, "compare[0]: epsilion is not a field here"),
+        (
+            {"factors": [{"name": "x"}]},
+            "factors merges the A and B of adapters, but not every agent has a section peft",
+        ),
+        ({"factors": [{"name": "x", "tune": {"scale": [1]}}]}, "factors[0]: tune is {'scale': [1.0]}; it may hold"),
+        ({"factors": [{"name": "x", "tune": {"weight": []}}]}, "factors[0]: tune is {'weight': []}; it may hold"),
+        ({"factors": [{"name": "ties"}], "agents": ADAPTED}, "two models of the comparison are called 'ties'"),
     ],
 )
 def test_a_mistake_is_a_sentence_that_names_file_and_field(tmp_path: Path, changes: dict[str, Any], told: str) -> None:

@@ -24,7 +24,7 @@ from tests.test_launcher import check_hub, finish, start
 
 MODELS = {"qwen2.5-7b_zero3_8gpu": 7_615_616_512, "llama3.2-3b_2gpu": 3_212_749_824, "multinode_4x8": 7_615_616_512}
 LORA = {"qwen3-1.7b_lora_1gpu": (1_720_574_976, 17_432_576)}
-TRAINED = ("demo", *MODELS, *LORA)
+TRAINED = ("demo", "lora", *MODELS, *LORA)
 
 
 def dry_run(recipe: Path, *changes: str, schedule: str | None = None) -> str:
@@ -159,7 +159,7 @@ def test_the_slurm_script_is_sound_shell():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["demo", *MODELS])
+@pytest.mark.parametrize("name", ["demo", "lora", *MODELS])
 def test_tiny_models_run_it_on_two_ranks(name, tmp_path):
     recipe = tmp_path / "link.yaml"
     recipe.write_text((RECIPES / f"{name}.yaml").read_text())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,21 @@ def test_any_range_is_read_back(tmp_path_factory, density, ends):
         start, stop = sorted(min(end, len(values)) for end in ends)
         assert torch.equal(store.read(name, start, stop), values[start:stop])
         assert torch.equal(store.read(name, 0, len(values)), values)
+
+
+@pytest.mark.parametrize("files", [1, 2])
+def test_any_range_of_a_state_is_read_back(tmp_path, files):
+    """Within a block, over the edge of two, over the edge of two ranks' files, and of no entries."""
+    values = torch.randn(3 * BLOCK + 5, generator=torch.Generator().manual_seed(0))
+    edges = [0, len(values)] if files == 1 else [0, BLOCK + 77, len(values)]
+    for number, (first, last) in enumerate(itertools.pairwise(edges)):
+        with BlockWriter(tmp_path / f"{number}.safetensors", {"a": torch.float32}) as writer:
+            for span in blocks([Span("a", first, last)]):
+                writer.add(span, values[span.start : span.stop])
+    store = Blocks([BlockFile(tmp_path / f"{number}.safetensors") for number in range(files)], {"a": values.shape})
+    near = [0, 1, 9, BLOCK - 1, BLOCK, BLOCK + 77, BLOCK + 78, 2 * BLOCK, 3 * BLOCK + 4, len(values)]
+    for start, stop in itertools.combinations_with_replacement(near, 2):
+        assert torch.equal(store.read("a", start, stop), values[start:stop]), (start, stop)
 
 
 @pytest.mark.parametrize("places", ["positions", "bitmap", "dense"])

@@ -164,11 +164,9 @@ class Change:
             *(sums.total.numpy(), sums.count.numpy(), sums.single.numpy()),
         )
 
-    def upper_histogram(self) -> Tensor:
-        """How many |τ| have each value of the upper 16 bits of their fp32 pattern; int64, shape (2¹⁵,), on the CPU."""
-        counts = torch.zeros(criterion.UPPER_BINS, dtype=torch.int64)
+    def tally_upper(self, counts: Tensor) -> None:
+        """Adds how many |τ| have each value of the upper 16 bits of their fp32 pattern: int64, shape (2¹⁵,), CPU."""
         compiled.tally_upper(*self._on_cpu(), counts.numpy())
-        return counts
 
     def split(self, bracket: criterion.Bracket) -> tuple[int, NDArray[np.int32]]:
         """How many |τ| lie above the bracket, and the bit patterns of those within it, less its start."""

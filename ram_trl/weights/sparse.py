@@ -171,6 +171,7 @@ class BlockFile:
         self._names = [name for name, _ in named]
         self._check_table()
         self._rows = {name: self._rows_of(i) for i, name in enumerate(self._names)}
+        self._ends = {name: rows[:, START] + rows[:, LENGTH] for name, rows in self._rows.items()}
         self._sound: set[tuple[int, int]] = set()
 
     def _check_table(self) -> None:
@@ -204,6 +205,38 @@ class BlockFile:
         """Number of entries stored."""
         return int(self.table[:, ACTIVE].sum())
 
+    def contents(self) -> Iterator[tuple[Span, Tensor]]:
+        """
+        The range of every block and the entries stored of it, 1-D, in the dtype they are stored in.
+
+        Raises:
+            `BlockFileError`: if a block's checksum does not match, naming file, tensor and range.
+        """
+        for name in self._names:
+            for row in self._rows[name]:
+                yield Span(name, int(row[START]), int(row[START] + row[LENGTH])), self._split(name, row)[0]
+
+    def view(self, span: Span) -> Tensor | None:
+        """
+        The entries of `span` as they lie in the file, float32, not to be written to; `None` if they are not in one
+        block that stores all of its entries in float32.
+
+        Raises:
+            `BlockFileError`: if the block's checksum does not match, naming file, tensor and range.
+        """
+        rows = self._rows.get(span.name)
+        first = 0 if rows is None else self._first(span)
+        if rows is None or first == len(rows) or self.dtypes[span.name] != torch.float32:
+            return None
+        start, stop = int(rows[first][START]), int(self._ends[span.name][first])
+        if rows[first][KIND] != DENSE or not start <= span.start < span.stop <= stop:
+            return None
+        return self._split(span.name, rows[first])[0][span.start - start : span.stop - start]
+
+    def _first(self, span: Span) -> int:
+        """Which block of the span's tensor is the first to reach into it."""
+        return int(np.searchsorted(self._ends[span.name], span.start, side="right"))
+
     def fill(self, span: Span, out: Tensor) -> None:
         """
         Overwrites `out` with the stored entries of `span`; entries that are not stored are left as they are.
@@ -221,15 +254,15 @@ class BlockFile:
         if rows is None:
             return
         target = out.numpy()
-        first = int(np.searchsorted(rows[:, START] + rows[:, LENGTH], span.start, side="right"))
-        for row in rows[first:]:
+        for row in rows[self._first(span) :]:
             start, length = int(row[START]), int(row[LENGTH])
             if start >= span.stop:
                 break
             low, high = max(span.start, start), min(span.stop, start + length)
             self._fill_block(span.name, row, low - start, high - start, target[low - span.start : high - span.start])
 
-    def _fill_block(self, name: str, row: NDArray[np.int64], low: int, high: int, target: NDArray[np.float32]) -> None:
+    def _split(self, name: str, row: NDArray[np.int64]) -> tuple[Tensor, NDArray[np.uint8]]:
+        """A block's values, and where they belong, once it is checked."""
         place = int(row[OFFSET])
         content = self._payload[place : place + row[BYTES]]
         block = place, int(row[BYTES])  # an empty block stands where the next one starts
@@ -240,11 +273,16 @@ class BlockFile:
                     f"{self.path} is damaged: checksum of '{name}' entries {row[START]}-{stop} does not fit"
                 )
             self._sound.add(block)  # checked once, by whoever needs it first
-        dtype, count, length = self.dtypes[name], int(row[ACTIVE]), int(row[LENGTH])
-        if count == 0:
+        dtype = self.dtypes[name]
+        end = int(row[ACTIVE]) * dtype.itemsize
+        values = torch.from_numpy(content[:end]).view(dtype) if end else torch.empty(0, dtype=dtype)
+        return values, content[end:]
+
+    def _fill_block(self, name: str, row: NDArray[np.int64], low: int, high: int, target: NDArray[np.float32]) -> None:
+        stored, places = self._split(name, row)
+        if len(stored) == 0:
             return
-        values = torch.from_numpy(content[: count * dtype.itemsize]).view(dtype).to(torch.float32).numpy()
-        places = content[count * dtype.itemsize :]
+        values, length = stored.to(torch.float32).numpy(), int(row[LENGTH])
         if row[KIND] == DENSE:
             target[:] = values[low:high]
         elif row[KIND] == BITMAP:
@@ -302,6 +340,11 @@ class Blocks:
                 files = ", ".join(str(file.path) for file in self._files)
                 raise BlockFileError(f"{files}: '{name}' is covered up to entry {reached} of {entries}")
 
+    def contents(self) -> Iterator[tuple[Span, Tensor]]:
+        """What the files hold, block by block, as [`BlockFile.contents`] tells it; nothing of the reference."""
+        for file in self._files:
+            yield from file.contents()
+
     def stored(self) -> int:
         """Number of entries that the files hold: the active ones of a publication."""
         return sum(file.active() for file in self._files)
@@ -317,8 +360,11 @@ class Blocks:
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
         span = Span(name, start, stop)
-        below = torch.empty(len(span)) if self._reference is None else span.of(self._reference).clone()
-        return self._fill(span, below)
+        if self._reference is not None:
+            return self.over(span, span.of(self._reference))
+        views = (file.view(span) for file in self._files)
+        found = next((view for view in views if view is not None), None)
+        return self._fill(span, torch.empty(len(span))) if found is None else found
 
     def over(self, span: Span, below: Tensor) -> Tensor:
         """A copy of `below` (float32, on the CPU) with the entries of `span` that the files hold put over it."""

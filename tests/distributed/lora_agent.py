@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from transformers import TrainerCallback
 
 import ram_trl
-from tests.distributed.sharded import make_trainer, prepare, whole_copies, whole_masters
+from tests.distributed.sharded import Die, make_trainer, prepare, whole_copies, whole_masters
 
 
 class Record(TrainerCallback):
@@ -34,14 +34,16 @@ class Record(TrainerCallback):
 def main(folder: Path, settings: dict) -> None:
     prepare()
     trainer = make_trainer(folder, settings)
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    if settings.get("die", {}).get("rank") == rank:
+        trainer.add_callback(Die(settings["die"]["step"]))
     trainer.add_callback(Record(folder, "before"))
     callback = ram_trl.attach(
         trainer, hub=folder / "hub", agent="tool", base=folder / "base", merge_every=2, keep_rounds=99,
         heartbeat=0.2, patience=60, timeout=100, on_hub_error="raise", **settings["ram"],
     )  # fmt: skip
     trainer.add_callback(Record(folder, "after"))
-    trainer.train()
-    rank = dist.get_rank() if dist.is_initialized() else 0
+    trainer.train(resume_from_checkpoint=settings.get("resume"))
     seen = {
         "world": dist.get_world_size() if dist.is_initialized() else 1,
         "distributed": str(AcceleratorState().distributed_type).rsplit(".", 1)[-1],

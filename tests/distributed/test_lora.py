@@ -6,6 +6,9 @@ what the simulator of DESIGN §5 computes from what they were before it, bit for
 from __future__ import annotations
 
 import json
+import re
+import shutil
+import subprocess
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,12 +18,15 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from ram_trl.hub import Hub
 from tests import lora, models
-from tests.distributed.launching import deepspeed_config, finish, launch
-from tests.distributed.test_shards import state
+from tests.distributed.launching import deepspeed_config, end, finish, launch
+from tests.distributed.test_shards import assert_same, state
 from tests.simulator import Simulator, Weights
 
 ADAPTER = {"r": 3, "lora_alpha": 5, "target_modules": ["q_proj", "down_proj", "up_proj"]}
+NORM = ADAPTER | {"modules_to_save": ["norm"]}
+BIAS = ADAPTER | {"bias": "all"}
 MIXED = {"stage3_param_persistence_threshold": 100, "sub_group_size": 4000}
 LORA = ".lora_"
 
@@ -33,6 +39,7 @@ class Case:
     bf16: bool = False
     mode: str = "fold"
     zero: dict[str, Any] = field(default_factory=dict)
+    adapter: dict[str, Any] = field(default_factory=lambda: ADAPTER)
 
 
 QUICK = {"zero3-fp32": Case(3, zero=MIXED)}
@@ -44,16 +51,30 @@ ALL = {
     "zero2-fp32-svd": Case(2, mode="svd"),
     "zero3-bf16": Case(3, True, zero=MIXED),
     "zero3-fp32-svd": Case(3, mode="svd", zero=MIXED),
+    "ddp-norm": Case(None, adapter=NORM),
+    "ddp-bias-svd": Case(None, mode="svd", adapter=BIAS),
+    "zero2-bf16-norm": Case(2, True, adapter=NORM),
+    "zero2-bias": Case(2, adapter=BIAS),
+    "zero3-norm-svd": Case(3, mode="svd", zero=MIXED, adapter=NORM),
+    "zero3-bias": Case(3, zero=MIXED, adapter=BIAS),
 }
 
 
-def run(case: Case, folder: Path) -> None:
-    models.tiny_model().save_pretrained(folder / "base")
+def make_base(case: Case, folder: Path) -> None:
+    (lora.llama(bias=True) if case.adapter is BIAS else models.tiny_model()).save_pretrained(folder / "base")
     models.tokenizer().save_pretrained(folder / "base")
-    settings = {"odd": False, "adapter": ADAPTER, "ram": {"lora": case.mode}}
-    settings["training"] = {"bf16": case.bf16, "max_steps": 5}
+
+
+def start(case: Case, folder: Path, training: dict[str, Any], **settings: Any) -> subprocess.Popen:
+    settings = {"odd": False, "adapter": case.adapter, "ram": {"lora": case.mode}} | settings
+    settings["training"] = {"bf16": case.bf16} | training
     config = None if case.stage is None else deepspeed_config(folder, case.stage, 2, case.zero, {})
-    finish(launch(folder, settings, config, 2, module="tests.distributed.lora_agent"), folder)
+    return launch(folder, settings, config, 2, module="tests.distributed.lora_agent")
+
+
+def run(case: Case, folder: Path) -> None:
+    make_base(case, folder)
+    finish(start(case, folder, {"max_steps": 5}), folder)
 
 
 def seen(folder: Path, when: str, rank: int, kind: str) -> Weights:
@@ -61,9 +82,17 @@ def seen(folder: Path, when: str, rank: int, kind: str) -> Weights:
     return {n.removeprefix(f"{kind} "): t for n, t in held.items() if n.startswith(f"{kind} ")}
 
 
+def plain_name(name: str) -> str:
+    return re.sub(r"^base_model\.model\.|\.base_layer|\.modules_to_save\.default", "", name)
+
+
 def base_of(copies: Weights) -> Weights:
-    plain = {n.removeprefix("base_model.model.").replace(".base_layer", ""): t for n, t in copies.items()}
-    return {n: t for n, t in plain.items() if LORA not in n}
+    return {plain_name(n): t for n, t in copies.items() if LORA not in n and ".original_module" not in n}
+
+
+def whole(masters: Weights) -> Weights:
+    """What is trained as it is: norms and biases."""
+    return {plain_name(n): t for n, t in masters.items() if LORA not in n}
 
 
 def change(masters: Weights) -> Weights:
@@ -84,9 +113,13 @@ def check(case: Case, folder: Path) -> None:
     simulator.join("tool")
     loaded, earlier = start, {n: torch.zeros_like(t) for n, t in start.items()}
     for number, step in enumerate((2, 4), 1):
-        now = change(seen(folder, f"before-{step}", 0, "master"))
+        masters = seen(folder, f"before-{step}", 0, "master")
+        now, own = change(masters), whole(masters)
         assert any((t - earlier[n]).any() for n, t in now.items())  # it was trained
-        simulator.agents["tool"].theta = {n: t + (now[n] - earlier[n]) if n in now else t for n, t in loaded.items()}
+        assert all((t - loaded[n]).any() for n, t in own.items())
+        assert bool(own) == (case.adapter is not ADAPTER)
+        theta = {n: t + (now[n] - earlier[n]) if n in now else t for n, t in loaded.items()} | own
+        simulator.agents["tool"].theta = theta
         simulator.publish("tool")
         simulator.close()
         simulator.load("tool")
@@ -97,7 +130,11 @@ def check(case: Case, folder: Path) -> None:
             for when in (f"after-{step}", f"before-{step + 1}"):  # a step later the base is still what was loaded
                 held = base_of(seen(folder, when, rank, "copy"))
                 for name, tensor in (expected if case.mode == "fold" else start).items():
-                    assert torch.equal(held[name], tensor.to(low)), (when, rank, name)
+                    if name not in own:
+                        assert torch.equal(held[name], tensor.to(low)), (when, rank, name)
+            held = whole(seen(folder, f"after-{step}", rank, "master"))
+            for name in own:
+                assert torch.equal(held[name], expected[name]), (rank, name)
             factors = seen(folder, f"after-{step}", rank, "master")
             assert all(torch.equal(t, seen(folder, f"after-{step}", 0, "master")[n]) for n, t in factors.items())
             copies = seen(folder, f"after-{step}", rank, "copy")
@@ -126,3 +163,33 @@ def test_base_and_adapter_after_a_merge_match_the_simulator_on_every_rank(tmp_pa
 def test_every_layout_matches_the_simulator_on_every_rank(tmp_path, name):
     run(ALL[name], tmp_path)
     check(ALL[name], tmp_path)
+
+
+RESUMED = ["ddp-fp32", "zero2-bf16", "zero2-fp32-svd", "zero2-bias", "zero3-fp32", "zero3-bf16", "zero3-norm-svd"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RESUMED)
+def test_a_killed_job_goes_on_from_its_checkpoint_as_if_nothing_had_happened(tmp_path, name):
+    """Killed at step 4, before its second round; the newest checkpoint is of step 3, between two rounds."""
+    case = (ALL | QUICK)[name]
+    training = {"save_strategy": "steps", "save_steps": 1, "max_steps": 5}
+    broken, unbroken = tmp_path / "broken", tmp_path / "unbroken"
+    make_base(case, tmp_path)
+    for folder in (broken, unbroken):
+        shutil.copytree(tmp_path / "base", folder / "base")
+    job = start(case, broken, training, die={"rank": 1, "step": 4})
+    try:
+        assert job.wait(200) != 0
+    finally:
+        end(job)
+    assert len(Hub(broken / "hub").decisions()) == 1
+    finish(start(case, broken, training, resume=str(broken / "out" / "checkpoint-3")), broken)
+    finish(start(case, unbroken, training), unbroken)
+    assert len(Hub(broken / "hub").decisions()) == len(Hub(unbroken / "hub").decisions()) >= 3
+    for number in (1, 2, 3):
+        assert_same(state(broken, number), state(unbroken, number), number)
+    for when in ("before-4", "after-4", "after-5"):
+        for rank in (0, 1):
+            for kind in ("master", "copy"):
+                assert_same(seen(broken, when, rank, kind), seen(unbroken, when, rank, kind), (when, rank, kind))

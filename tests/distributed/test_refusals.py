@@ -8,9 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from ram_trl.team import Team
-from ram_trl.weights.live import LayoutError, LiveWeights
+from ram_trl.weights.live import LayoutError, LiveWeights, trainers
 from ram_trl.weights.live.zero3 import Zero3
 from ram_trl.weights.live.zero12 import Zero12
 from tests import models
@@ -135,3 +138,19 @@ def test_a_parameter_that_the_optimizer_does_not_step_is_refused():
     engine.module.register_parameter("extra", extra)
     with pytest.raises(LayoutError, match=r"does not step extra"):
         live(engine)
+
+
+class PolicyAndValue(nn.Module):
+    """What TRL's PPOTrainer trains: two models in one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.policy, self.value_model = models.tiny_model(), models.tiny_model()
+
+
+def test_ppo_under_fsdp2_is_refused():
+    both = PolicyAndValue()
+    assert trainers.merged_part(both) is both.policy
+    fully_shard(both, mesh=init_device_mesh("cpu", (1,)))
+    with pytest.raises(LayoutError, match=r"^PPO under FSDP2 was not shown to work; use DDP or DeepSpeed$"):
+        trainers.merged_part(both)

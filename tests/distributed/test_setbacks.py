@@ -112,7 +112,7 @@ def test_a_job_goes_on_with_another_number_of_ranks(folder, stage, ranks):
 
 
 @SLOW
-@pytest.mark.parametrize("layout", ["zero2-bf16", "fsdp2-bf16"])
+@pytest.mark.parametrize("layout", ["zero2-bf16", "zero3-bf16", "fsdp2-bf16"])
 def test_no_collective_times_out_while_the_job_waits_for_another(folder, layout):
     """TRAPS 2.13: collectives may take 15 s here, and the other agent comes after 40; only rank 0 watches the hub."""
     case = replace(QUICK[layout], settings={"training": {"ddp_timeout": 15, "max_steps": 2}, "still": False})

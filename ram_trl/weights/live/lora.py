@@ -16,37 +16,32 @@ from contextlib import contextmanager
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from ram_trl.low_rank import Fit, fit
+from ram_trl.low_rank import LARGE_ERROR
 from ram_trl.rounds import open_folder, write_folder
 from ram_trl.team import Team
 from ram_trl.weights import Span, Store, cut
-from ram_trl.weights.adapter_settings import AdapterSettings, check_settings
 from ram_trl.weights.adapter_tensors import WRAPPERS, Draft, plain_name
 from ram_trl.weights.anatomy import Anatomy
 from ram_trl.weights.edits import Edit, LowRank, Shift
 from ram_trl.weights.live import LiveWeights, check_cover, share_of
 from ram_trl.weights.live.layout import LayoutError, Part, named
+from ram_trl.weights.live.lora_checks import Mode, checked, refuse
 from ram_trl.weights.live.reference import frozen_layout
+from ram_trl.weights.live.svd import BestFit
 from ram_trl.weights.sparse import BLOCK, Blocks, BlockWriter, blocks
 
 logger = logging.getLogger(__name__)
-
-Mode = Literal["fold", "svd"]
 
 FOLDER = "ram_base"
 """Of a checkpoint: what rounds made of the base, where that is not the state of the hub."""
 FACTORS_FILE = "ram_factors.safetensors"
 """Of a checkpoint, with `svd`: the adapter as it was when the last round had been loaded."""
-LARGE_ERROR = 0.5
-"""`svd`: above this share of what a round changed, an adapter that misses it is warned about."""
-NOISE = 1e-6
-"""`svd`: directions whose singular value is smaller, relative to the largest, are left free."""
 UP = ("lora_B.weight", "lora_embedding_A", "lora_B.bias")
 """The factors that are zero in an adapter that changes nothing."""
 
@@ -88,7 +83,7 @@ class LoraWeights:
         self.fit_error: float | None = None
         """With `svd`, after a load: the share of what was to be loaded that the adapter misses."""
         self._model, self._agent, self._mode, self._base = model, agent, mode, base
-        self._adapter, settings = team.together(partial(_checked, model, agent, mode))
+        self._adapter, settings = team.together(partial(checked, model, agent, mode))
         self._trained = LiveWeights(model, team, optimizer, adapters=True)
         self._factors: dict[str, str] = {}
         self._whole: dict[str, str] = {}
@@ -229,7 +224,7 @@ class LoraWeights:
     def _edits_of(self, factors: Mapping[str, Tensor]) -> dict[str, list[Edit]]:
         draft = Draft(self, self._settings, self._anatomy, f"agent '{self._agent}'", factors, None)
         edits = draft.edits()
-        _refuse(self._agent, [str(problem) for problem in draft.problems])
+        refuse(self._agent, [str(problem) for problem in draft.problems])
         return edits
 
     def _gathered(self, peft: str) -> Tensor:
@@ -281,34 +276,22 @@ class LoraWeights:
     def _fit_adapter(self) -> None:
         """Sets the factors to the best fit of θ − W, one layer after another. Collective."""
         base = self.team.together(self._base)
-        whole = missed = 0.0
-        for turn, name in enumerate(name for name in self._frozen.shapes if name not in self._whole):
-            key = name.removesuffix(".weight")
-            owner = turn % self.team.world
+        best = BestFit(self.team)
+        for name in self._frozen.shapes:
+            if name in self._whole:
+                continue
             lacking = self.team.together(partial(self._lacking, base, name))
             if name not in self._edits:
-                square = float(lacking.double().square().sum())
-                mine = self.team.rank == 0 or not self.replicated
-                whole, missed = whole + square * mine, missed + square * mine
+                if self.team.rank == 0 or not self.replicated:
+                    best.miss(lacking)
                 continue
-            if not self.replicated:
-                span, part = self._held.get(name), lacking
-                lacking = torch.zeros(prod(self._shapes[name]))
-                if span is not None:
-                    lacking[span.start : span.stop] = part
-                lacking = self.team.reduce(lacking, "sum")
-            pair = self._pair(key)
-            a, b = (self._gathered(self._factors[f"{key}.{factor}"]) for factor in pair)
-            found = self.team.together(partial(self._fitted, lacking.view(self._shapes[name]), len(a), owner))
-            made = _as_factors(found, a, b, self._anatomy.kind(key), self._settings.scale(key, len(a)))
-            for factor, values in zip(pair, made, strict=True):
-                # Only its owner made the fit, so that all ranks hold the same bits.
-                shared = self.team.reduce(values if self.team.rank == owner else torch.zeros_like(values), "sum")
-                self._write_trained(self._factors[f"{key}.{factor}"], 0, shared.reshape(-1))
-            if found is not None:
-                whole, missed = whole + found.norm**2, missed + (found.norm * found.error) ** 2
-        sums = self.team.reduce(torch.tensor([whole, missed], dtype=torch.float64), "sum")
-        self.fit_error = float((sums[1] / sums[0]).sqrt()) if sums[0] > 0 else 0.0
+            key = name.removesuffix(".weight")
+            pair = [self._factors[f"{key}.{factor}"] for factor in self._pair(key)]
+            a, b = (self._gathered(factor) for factor in pair)
+            scale, whole = self._settings.scale(key, len(a)), self._assembled(name, lacking)
+            for factor, values in zip(pair, best.factors(whole, a, b, self._anatomy.kind(key), scale), strict=True):
+                self._write_trained(factor, 0, values)
+        self.fit_error = best.error()
         if self.fit_error > LARGE_ERROR and self.team.first:
             logger.warning(
                 "agent '%s': its adapter misses %.0f %% of what was loaded (lora=\"svd\"); a higher rank, more target "
@@ -323,8 +306,15 @@ class LoraWeights:
         start = base.read(name, span.start, span.stop).to(self._frozen.dtypes[name]).to("cpu", torch.float32)
         return self._loaded[name] - start
 
-    def _fitted(self, lacking: Tensor, rank: int, owner: int) -> Fit | None:
-        return fit(lacking, min(rank, *lacking.shape)) if self.team.rank == owner else None
+    def _assembled(self, name: str, values: Tensor) -> Tensor:
+        """A tensor of which every rank has what it holds, in its shape. Collective."""
+        if not self.replicated:
+            span, part = self._held.get(name), values
+            values = torch.zeros(prod(self._shapes[name]))
+            if span is not None:
+                values[span.start : span.stop] = part
+            values = self.team.reduce(values, "sum")
+        return values.view(self._shapes[name])
 
     def _pair(self, key: str) -> tuple[str, str]:
         embedding = f"{key}.lora_embedding_A" in self._factors
@@ -438,46 +428,6 @@ Live = LiveWeights | LoraWeights
 """The weights of a model in training."""
 
 
-def _checked(model: Any, agent: str, mode: Mode) -> tuple[str, AdapterSettings]:
-    """The adapter that is trained, and its settings; refuses what was not shown to work."""
-    active = list(model.active_adapters)
-    settings = AdapterSettings(model.peft_config[active[0]].to_dict())
-    values = settings.values
-    reasons = [str(problem) for problem in check_settings(settings, f"agent '{agent}'", False)]
-    trained = [name for name, parameter in named(model).items() if parameter.requires_grad]
-    foreign = [name for name in trained if ".lora_" in name and f".{active[0]}" not in name]
-    dtypes = {parameter.dtype for name, parameter in named(model).items() if plain_name(name)}
-    kinds = {type(module).__name__ for module in model.modules()}
-    halves = {re.sub(r"lora_(embedding_)?[AB]", "", n) for n in trained if re.search(r"lora_(embedding_)?A", n)}
-    others = {re.sub(r"lora_(embedding_)?[AB]", "", n) for n in trained if re.search(r"lora_(embedding_)?B", n)}
-    others = {name for name in others if not name.endswith(".bias")}
-    refused = {
-        'one of the two factors of a layer is frozen (init_lora_weights="mica")': halves != others,
-        f"several adapters are active or trained ({', '.join(active)}); train one": len(active) > 1 or bool(foreign),
-        "use_dora": bool(values.get("use_dora")),
-        "trainable_token_indices": bool(values.get("trainable_token_indices")),
-        "target_parameters (fused experts)": bool(values.get("target_parameters")),
-        'lora_bias with lora="svd"; use lora="fold"': bool(values.get("lora_bias")) and mode == "svd",
-        'ensure_weight_tying with lora="svd"; use lora="fold"': settings.ties and mode == "svd",
-        "a reference adapter beside modules_to_save; hand peft_config to the trainer in place of a PEFT model": (
-            "ref" in model.peft_config and bool(values.get("modules_to_save"))
-        ),
-        "a quantized base; load it unquantized": getattr(model, "is_quantized", False)
-        or bool(dtypes - {torch.float32, torch.bfloat16}),
-        "FSDP": any("FSDP" in kind or kind == "FullyShardedDataParallel" for kind in kinds),
-    }
-    reasons += [
-        f"agent '{agent}': adapters in training were not shown to work with {w}" for w, h in refused.items() if h
-    ]
-    _refuse(agent, reasons)
-    return active[0], settings
-
-
-def _refuse(agent: str, reasons: list[str]) -> None:
-    if reasons:
-        raise LayoutError(f"agent '{agent}' cannot be merged while it trains:\n  " + "\n  ".join(reasons))
-
-
 def _frozen(model: nn.Module) -> dict[str, nn.Parameter]:
     """Parameters of the base that are not trained, by stored name; those that modules trained whole started from."""
     plain = {plain_name(name): parameter for name, parameter in named(model).items() if not parameter.requires_grad}
@@ -502,20 +452,3 @@ def _change(edits: list[Edit], start: int, stop: int) -> Tensor:
         assert isinstance(edit, LowRank | Shift)  # whole modules are read elsewhere, all else is refused
         total += edit.delta(start, stop) if isinstance(edit, LowRank) else edit.values[start:stop]
     return total
-
-
-def _as_factors(found: Fit | None, a: Tensor, b: Tensor, kind: str | None, scale: float) -> tuple[Tensor, Tensor]:
-    """
-    A and B whose product is the fit, as peft keeps them. Directions that the fit leaves free change nothing and can be
-    learnt: one factor is zero there and the other stays.
-    """
-    a, b = a.clone(), b.clone()
-    if found is None:
-        return a, b
-    flipped = kind in ("conv1d", "embedding")
-    rows, columns = (found.left.T, found.right.T) if flipped else (found.right, found.left)
-    (a if kind == "embedding" else b).zero_()
-    values = columns.square().sum(0)  # the singular values
-    kept = int((values > NOISE * values.max()).sum()) if found.rank else 0
-    a[:kept], b[:, :kept] = rows[:kept], columns[:, :kept] / scale
-    return a, b

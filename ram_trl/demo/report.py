@@ -12,7 +12,7 @@ from rich.text import Text
 
 from ram_trl.config import METHOD_KNOBS
 from ram_trl.plots import RoundPoint, plot_overlap, plot_rounds, plot_scores
-from ram_trl.recipe import MergeRow, Recipe
+from ram_trl.recipe import FactorRow, MergeRow, Recipe
 from ram_trl.report import AgentReport
 
 Scores = dict[str, float]
@@ -139,7 +139,7 @@ def _lambdas(found: RoundScores) -> dict[str, float | None]:
 
 
 def _best_merge_on_dev(report: DemoReport) -> str:
-    return max((row.name for row in report.settings.rows), key=lambda name: report.dev[name]["average"])
+    return max((row.name for row in report.settings.one_shot), key=lambda name: report.dev[name]["average"])
 
 
 def _dev_prompts(report: DemoReport) -> str:
@@ -149,7 +149,7 @@ def _dev_prompts(report: DemoReport) -> str:
 def markdown(report: DemoReport) -> str:
     """The report for people: the table, what stands out in it, how rows were tuned, how the agents overlap."""
     columns = list(report.models["base"])
-    how = {row.name: _described(row) for row in report.settings.rows} | _runs_described(report.settings)
+    how = {row.name: _described(row) for row in report.settings.one_shot} | _runs_described(report.settings)
     seeds = len(report.per_seed)
     lines = [
         "# ram-trl demo",
@@ -195,8 +195,11 @@ def _runs_described(settings: Recipe) -> dict[str, str]:
     if settings.continual is None:
         return {}
     told = f"{settings.merge.name} while training, every {settings.continual.merge_every} steps, "
+    adapters = any(agent.peft is not None for agent in settings.agents)
     return {
-        row.name: told + ("the unconsumed carried on" if row.carry else "the unconsumed dropped")
+        row.name: told
+        + ("the unconsumed carried on" if row.carry else "the unconsumed dropped")
+        + (f", {row.lora} into the agents" if adapters else "")
         for row in settings.runs
     }
 
@@ -242,12 +245,13 @@ def _findings(report: DemoReport) -> list[str]:
         averages = [{name: scores["average"] for name, scores in run.models.items()} for run in report.per_seed]
         wins = sum(seed[generalist] == max(seed.values()) for seed in averages)
         sentences.append(f"Seed by seed, no model is better than {generalist} in {wins} of {len(averages)}.")
-    for row in report.settings.compare:
-        if row.config.method == "average":
-            lead = mean - models[row.name]["average"]
-            told = "above" if lead >= 0 else "below"
-            sentences.append(f"{generalist} is {abs(lead):.1f} points {told} plain averaging.")
-    merges = {row.name: models[row.name]["average"] for row in report.settings.rows}
+    plain = {row.name: "plain averaging" for row in report.settings.compare if row.config.method == "average"}
+    apart = {row.name: "averaging A and B apart" for row in report.settings.factors if row.weight == "mean"}
+    for name, what in (apart | plain).items():
+        lead = mean - models[name]["average"]
+        told = "above" if lead >= 0 else "below"
+        sentences.append(f"{generalist} is {abs(lead):.1f} points {told} {what}.")
+    merges = {row.name: models[row.name]["average"] for row in report.settings.one_shot}
     rival = max(merges, key=lambda name: merges[name])
     for run in report.settings.runs:
         lead = models[run.name]["average"] - merges[rival]
@@ -282,8 +286,12 @@ def _tuning(report: DemoReport) -> str:
     return "; ".join(told)
 
 
-def _described(row: MergeRow) -> str:
+def _described(row: FactorRow | MergeRow) -> str:
     """A merge in words: method, criterion and the knobs the method has."""
+    if isinstance(row, FactorRow):
+        if row.weight == "mean" and not row.tune:
+            return "A and B averaged, each apart"
+        return "peft's add_weighted_adapter, linear, weight " + ("tuned on dev" if row.tune else str(row.weight))
     config = row.config
     knobs = [f"{knob} {getattr(config, knob)}" for knob in sorted(METHOD_KNOBS[config.method]) if knob not in row.tune]
     return ", ".join([config.method, config.criterion, *knobs, *(f"{knob} tuned on dev" for knob in row.tune)])
