@@ -28,7 +28,7 @@ from ram_trl.recipe import RECIPES, load_function
 from tests import lora, models
 
 TASKS = ["tool", "code", "mem"]
-MERGES = ["a-and-b-apart", "peft-linear", "average", "task_arithmetic", "ties", "ram", "ram+"]
+MERGES = ["ab-average", "peft-linear", "average", "task_arithmetic", "ties", "ram", "ram+"]
 RUNS = ["continual-fold", "continual-svd"]
 
 

@@ -76,7 +76,7 @@ def test_the_shipped_lora_recipe_is_the_demo_with_adapters() -> None:
     ]
     assert all(agent.peft for agent in recipe.agents)
     assert recipe.merge.config == MergeConfig()
-    rows = ["a-and-b-apart", "peft-linear", "average", "task_arithmetic", "ties", "ram", "ram+"]
+    rows = ["ab-average", "peft-linear", "average", "task_arithmetic", "ties", "ram", "ram+"]
     assert [row.name for row in recipe.one_shot] == rows
     assert [row.name for row in recipe.one_shot if row.tune] == ["peft-linear", "task_arithmetic", "ties"]
     assert [row.lora for row in recipe.runs] == ["fold", "svd"]

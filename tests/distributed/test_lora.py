@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -25,6 +26,8 @@ from tests.distributed.test_shards import assert_same, state
 from tests.simulator import Simulator, Weights
 
 ADAPTER = {"r": 3, "lora_alpha": 5, "target_modules": ["q_proj", "down_proj", "up_proj"]}
+RANK = 5
+"""Of exported generalists."""
 NORM = ADAPTER | {"modules_to_save": ["norm"]}
 BIAS = ADAPTER | {"bias": "all"}
 MIXED = {"stage3_param_persistence_threshold": 100, "sub_group_size": 4000}
@@ -66,7 +69,7 @@ def make_base(case: Case, folder: Path) -> None:
 
 
 def start(case: Case, folder: Path, training: dict[str, Any], **settings: Any) -> subprocess.Popen:
-    settings = {"odd": False, "adapter": case.adapter, "ram": {"lora": case.mode}} | settings
+    settings = {"odd": False, "adapter": case.adapter, "ram": {"lora": case.mode, "export_rank": RANK}} | settings
     settings["training"] = {"bf16": case.bf16} | training
     config = None if case.stage is None else deepspeed_config(folder, case.stage, 2, case.zero, {})
     return launch(folder, settings, config, 2, module="tests.distributed.lora_agent")
@@ -145,6 +148,7 @@ def check(case: Case, folder: Path) -> None:
         else:
             assert lora.far(earlier, {n: expected[n] - start[n] for n in earlier}) < 0.7
         earlier = {n: earlier.get(n, torch.zeros_like(t)) for n, t in start.items()}
+    check_export(folder, start, simulator.states[2])
     for rank in range(2):
         told = json.loads((folder / f"seen-rank{rank}.json").read_text())
         assert told["world"] == 2
@@ -163,6 +167,20 @@ def test_base_and_adapter_after_a_merge_match_the_simulator_on_every_rank(tmp_pa
 def test_every_layout_matches_the_simulator_on_every_rank(tmp_path, name):
     run(ALL[name], tmp_path)
     check(ALL[name], tmp_path)
+
+
+def check_export(folder: Path, start: Weights, generalist: Weights) -> None:
+    """TRAPS 3.13: an adapter that a job of several ranks leaves has its true shapes, and misses what it says."""
+    exported = Hub(folder / "hub").generalist_folder(2)
+    tensors = load_file(exported / "adapter_model.safetensors")
+    assert all(RANK in tensor.shape for name, tensor in tensors.items() if LORA in name)
+    model = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.float32)
+    base = {n: p.detach().clone() for n, p in model.named_parameters()}
+    merged = PeftModel.from_pretrained(model, exported).merge_and_unload()
+    held = {n: p.detach() - base[n] for n, p in merged.named_parameters()}
+    error = json.loads((exported / "adapter_report.json").read_text())["error"]
+    wanted = {n: t - start[n] for n, t in generalist.items()}
+    assert lora.far({n: held[n] for n in wanted}, wanted) == pytest.approx(error, abs=1e-3)
 
 
 RESUMED = ["ddp-fp32", "zero2-bf16", "zero2-fp32-svd", "zero2-bias", "zero3-fp32", "zero3-bf16", "zero3-norm-svd"]
