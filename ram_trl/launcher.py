@@ -34,6 +34,7 @@ import yaml
 from rich.console import Console
 
 from ram_trl.board import Board
+from ram_trl.builds import abandoned_locks
 from ram_trl.files import DamagedFileError, read_json
 from ram_trl.hub import Hub, HubError
 from ram_trl.job import STOP, agent_folder, ensure_base, finished
@@ -152,13 +153,6 @@ class Launcher:
             if b"launch" in Path(f"/proc/{holder}/cmdline").read_bytes() and holder != os.getpid():
                 raise RuntimeError(f"another launcher (process {holder}) is running {out}; stop it first")
         lock.write_text(str(os.getpid()), encoding="utf-8")
-        if self.plan.hardware.kind == "DEEPSPEED":
-            for left in stale_locks():
-                self._board.say(
-                    "launcher",
-                    f"{left} is older than {OLD_LOCK:g} minutes: a build of DeepSpeed that was killed leaves such a "
-                    "lock, and every later one waits for it; remove it if nothing is being built",
-                )
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         self._stops += 1
@@ -196,6 +190,7 @@ class Launcher:
         folder.mkdir(parents=True, exist_ok=True)
         for path in folder.glob("failure-rank-*.json"):
             path.unlink()
+        self._free_builds(again=self._resume or job.restarts > 0)
         for held in job.ports:
             held.close()
         job.ports = [HeldPort() for _ in range(1 + len(job.job.agents))]
@@ -224,6 +219,22 @@ class Launcher:
                 env=os.environ | own | {"PYTHONUNBUFFERED": "1"},
             )
         job.state, job.moved = "running", time.monotonic()
+
+    def _free_builds(self, again: bool) -> None:
+        """Takes away what a build of DeepSpeed left that was killed: jobs would wait for it, and never start."""
+        if self.plan.hardware.kind != "DEEPSPEED":
+            return
+        for lock in abandoned_locks():
+            with suppress(FileNotFoundError):
+                old = time.time() - lock.stat().st_mtime > 60 * OLD_LOCK
+                if old or again:
+                    lock.unlink()
+                what = "it is removed" if old or again else "remove it, unless another machine is building there"
+                self._board.say(
+                    "launcher",
+                    f"{lock}: no process of this machine holds this lock; a build of DeepSpeed that was killed leaves "
+                    f"one, and every later one waits for it; {what}",
+                )
 
     def _ended(self, job: RunningJob, code: int) -> None:
         assert job.process is not None
@@ -373,13 +384,6 @@ class Launcher:
         done = subprocess.run(command, env=environment | {"CUDA_VISIBLE_DEVICES": ""}, check=False)
         if done.returncode:
             logger.warning("the last round could not be completed; see above")
-
-
-def stale_locks() -> list[Path]:
-    """Locks in the cache of torch's extensions that nobody can be holding for so long."""
-    cache = os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions"
-    now = time.time()
-    return [path for path in sorted(Path(cache).glob("**/lock")) if now - path.stat().st_mtime > 60 * OLD_LOCK]
 
 
 def make_base(plan: Plan) -> Path:

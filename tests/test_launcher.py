@@ -281,6 +281,27 @@ def test_chaos(tmp_path, seed):
     check_hub(out)
 
 
+@pytest.mark.parametrize(("age", "again", "removed"), [(0, False, False), (0, True, True), (3600, False, True)])
+def test_the_lock_of_a_build_that_was_killed_is_told_and_does_not_keep_jobs_from_starting_again(
+    tmp_path, monkeypatch, age, again, removed
+):
+    """TRAPS 4.15. Who builds has the lock open."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "extensions"))
+    left, held = (tmp_path / "extensions" / name / "lock" for name in ("left", "held"))
+    for path in (left, held):
+        path.parent.mkdir(parents=True)
+        path.touch()
+        os.utime(path, (time.time() - age, time.time() - age))
+    recipe = small_run.recipe(tmp_path, agents=("tool",), accelerate="cpu_zero2")
+    console = Console(file=StringIO(), width=10_000)
+    with held.open():
+        Launcher(make_plan(recipe, load_recipe(recipe)), False, console)._free_builds(again)
+    assert f"{left}: no process of this machine holds this lock" in console.file.getvalue()
+    assert str(held) not in console.file.getvalue()
+    assert left.exists() != removed
+    assert held.exists()
+
+
 # ---- ports (TRAPS 5.1–5.3) --------------------------------------------------------------------------------------
 
 
