@@ -13,7 +13,7 @@ from pathlib import Path
 
 
 def abandoned_locks() -> list[Path]:
-    """This user's locks in the cache of torch's extensions that no process of this machine has open: who builds does."""
+    """This user's locks of torch's extensions that no process of this machine has open; who builds has it open."""
     cache = os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions"
     found = []
     for path in sorted(Path(cache).glob("**/lock")):
