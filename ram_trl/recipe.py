@@ -66,7 +66,7 @@ class Task:
             Scores generalists where there is no one right answer, in place of `rows`.
         reward_model (`str` or `Path`, *optional*):
             For `ppo`: the checkpoint of a sequence classifier with one label, which scores completions in place of
-            `rewards`. DeepSpeed needs one.
+            `rewards`.
     """
 
     train: Dataset
