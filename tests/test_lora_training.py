@@ -30,6 +30,7 @@ from tests import lora, models
 from tests.simulator import Simulator
 from tests.test_adapter import VARIANTS
 from tests.test_callback import QUICK, letters_of, states, trainer_of
+from tests.test_cli import run
 
 Weights = dict[str, torch.Tensor]
 ALONE = QUICK | {"agents": ()}
@@ -443,6 +444,26 @@ def test_the_generalist_is_an_adapter_on_request(base, tmp_path):
     assert hub.latest() == number
     generalist = lora.logits(model_with(base, states(tmp_path / "hub")[number]))
     assert lora.distance(lora.of_agent(base, hub.generalist_folder(number)), generalist) < 1e-5
+
+
+def test_a_round_is_written_once_more_in_the_other_form(base, tmp_path):
+    """Where the hub exports adapters, a model is to be had, and the other way round."""
+    hub = trained(base, tmp_path, export_rank=4)
+    number, state = len(hub.decisions()), states(tmp_path / "hub")[-1]
+    for rank, out in ((None, "model"), (64, "adapter")):
+        options = ["--rank", str(rank)] if rank else []
+        done = run("export", hub.path, "--base", base, "--out", tmp_path / out, "--round", number, *options)
+        assert done.exit_code == 0, done.output
+    made = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    assert all(torch.equal(p, state[n]) for n, p in made.named_parameters())
+    assert lora.distance(lora.of_agent(base, tmp_path / "adapter"), lora.logits(made)) < 1e-5
+    again = run("export", hub.path, "--base", base, "--out", tmp_path / "model")
+    assert again.exit_code == 1
+    assert "model exists; name a new folder, or remove it" in again.output
+    missing = run("export", hub.path, "--base", base, "--out", tmp_path / "other", "--round", 77)
+    assert missing.exit_code == 1
+    assert f"holds the states of rounds 0, 1, {number};" in missing.output
+    assert not (tmp_path / "other").exists()
 
 
 @pytest.mark.parametrize("mode", ["fold", "svd"])
