@@ -235,6 +235,7 @@ def export_command(
 ) -> None:
     """Write a round's generalist once more: as a model, or as a LoRA adapter, whatever the hub exports by itself."""
     from ram_trl.export import save_generalist
+    from ram_trl.founding import check_base
     from ram_trl.hub import Hub
 
     opened = Hub(hub)
@@ -247,6 +248,9 @@ def export_command(
             raise ValueError(f"{hub} holds the states of rounds {held}; older ones are removed (keep_rounds)")
         if shard_size is not None and not is_size(shard_size):
             raise ValueError(f"--shard-size is {shard_size}; give a size such as 5GB")
+        if out.exists():
+            raise ValueError(f"{out} exists; name a new folder, or remove it")
+        check_base(opened, base)
         save_generalist(opened, chosen, base, out, rank, shard_size or SHARD_SIZE)
     except (RuntimeError, ValueError, OSError) as error:
         _stop(error)

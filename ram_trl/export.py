@@ -127,8 +127,6 @@ def save_generalist(
         `MergeInputError`: if the base cannot be read, or an entry overflows the base's dtype.
         `BlockFileError`, `DamagedFileError`, `OSError`: if the state cannot be read, or `out` not be written.
     """
-    if out.exists():
-        raise FileExistsError(f"{out} exists; name a new folder, or remove it")
     opened = open_checkpoint(base, "base")
     if opened.problems:
         raise MergeInputError(opened.problems)

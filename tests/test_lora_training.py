@@ -463,6 +463,10 @@ def test_a_round_is_written_once_more_in_the_other_form(base, tmp_path):
     missing = run("export", hub.path, "--base", base, "--out", tmp_path / "other", "--round", 77)
     assert missing.exit_code == 1
     assert f"holds the states of rounds 0, 1, {number};" in missing.output
+    foreign = run("export", hub.path, "--base", tmp_path / "model", "--out", tmp_path / "other")
+    assert foreign.exit_code == 1
+    assert f"model is not the base of {hub.path}: " in foreign.output
+    assert "hold other values, such as 'model." in foreign.output
     assert not (tmp_path / "other").exists()
 
 
