@@ -254,7 +254,7 @@ def export_command(
         save_generalist(opened, chosen, base, out, rank, shard_size or SHARD_SIZE)
     except (RuntimeError, ValueError, OSError) as error:
         _stop(error)
-    what = "model" if rank is None else f"adapter of rank {rank}"
+    what = "model" if rank is None else f"LoRA adapter of rank {rank}"
     told = f"round {chosen} of {hub} as a {what}: {out}"
     Console().print(told, soft_wrap=True, highlight=False, markup=False, emoji=False)
 

@@ -23,6 +23,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from ram_trl.adapters import merge_low_rank
+from ram_trl.assembly import AdapterReport
 from ram_trl.card import model_card
 from ram_trl.config import MergeConfig
 from ram_trl.continual import Decision, Publication
@@ -131,13 +132,13 @@ def save_generalist(
     if opened.problems:
         raise MergeInputError(opened.problems)
     with folder_in_one_piece(out) as temporary, Workers(1) as workers:
-        told = _write(hub, number, opened.store, temporary, workers, rank, max_shard_size)
+        fit = _write(hub, number, opened.store, temporary, workers, rank, max_shard_size)
         report = round_report(hub, number)
         if report is not None:
             sources = {p.agent: _told(p) for p in report[0].publications}
             merged = report[1].model_copy(update={"base": base, "out": out, "sources": sources})
             (temporary / "merge_report.json").write_text(merged.to_json(), encoding="utf-8")
-            card = model_card(merged, opened.store.config) + told
+            card = model_card(merged, opened.store.config, fit=fit)
             (temporary / "README.md").write_text(card, encoding="utf-8")
 
 
@@ -149,8 +150,8 @@ def _write(
     workers: Workers,
     rank: int | None,
     max_shard_size: int | str,
-) -> str:
-    """Writes the weights; returns what the model card has to say of them."""
+) -> AdapterReport | None:
+    """Writes the weights; returns what an adapter misses."""
     rounds = Rounds(hub, Team(), hub.described()["identity"])
     generalist = Overlay(base, rounds.state(number))
     if rank is None:
@@ -158,16 +159,18 @@ def _write(
         write_like(
             base, folder, max_shard_size, lambda write: workers.map(lambda s: write(s, s.of(generalist)), spans)
         )
-        return ""
+        return None
     # Agents trained from state 0, which is the base, or the base rounded as their models were.
     start, config = Overlay(base, rounds.state(0)), MergeConfig(epsilon=0)
     merged = merge_low_rank(start, {"generalist": generalist}, config, workers, Anatomy(base.config, base), rank=rank)
     merged.save(folder, str(base.folder.resolve()))
     (folder / "adapter_report.json").write_text(merged.report.to_json(), encoding="utf-8")
-    misses = f"the adapter misses {merged.report.error:.1%} of what round {number} changes of the base"
     if merged.report.error > LARGE_ERROR:
-        logger.warning("%s: with rank %d %s; a higher rank misses less", folder.parent, rank, misses)
-    return f"\nA LoRA adapter of rank {rank}: {misses} (Frobenius norm; by layer in `adapter_report.json`).\n"
+        logger.warning(
+            "%s: with rank %d the adapter misses %.1f %% of what round %d changes; a higher rank misses less",
+            folder.parent, rank, 100 * merged.report.error, number,
+        )  # fmt: skip
+    return merged.report
 
 
 def _told(head: Publication) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, TrainerCallback
@@ -494,9 +495,13 @@ def test_an_exported_adapter_is_the_best_fit_and_tells_its_error(base, tmp_path,
     size = sum(float(t.double().square().sum()) for t in wanted.values())
     assert report["error"] == pytest.approx((best / size) ** 0.5, rel=0.02)
     assert 0.5 < report["error"] < 1
-    told = f"misses {report['error']:.1%} of what round 2 changes of the base"
-    assert told in (folder / "README.md").read_text()
-    assert told in caplog.text  # more than half is worth a warning
+    card = (folder / "README.md").read_text()
+    assert f"a LoRA adapter of rank 2, which misses {report['error']:.1%} of what the merge changes" in card
+    front = yaml.safe_load(card.split("---")[1])
+    assert (front["library_name"], front["base_model_relation"]) == ("peft", "adapter")
+    assert "lora" in front["tags"]
+    told = f"the adapter misses {100 * report['error']:.1f} % of what round 2 changes"  # over half: worth a warning
+    assert told in caplog.text
 
 
 def test_all_jobs_export_alike(base, tmp_path):
