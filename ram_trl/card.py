@@ -9,13 +9,19 @@ from typing import Any
 
 from huggingface_hub import ModelCardData
 
+from ram_trl.assembly import AdapterReport
 from ram_trl.config import METHOD_KNOBS
 from ram_trl.report import MergeReport
 
 RAM_PAPER = "https://arxiv.org/abs/2601.13572"
 
 
-def model_card(report: MergeReport, base_config: Mapping[str, Any], plots: Sequence[str] = ()) -> str:
+def model_card(
+    report: MergeReport,
+    base_config: Mapping[str, Any],
+    plots: Sequence[str] = (),
+    fit: AdapterReport | None = None,
+) -> str:
     """
     The card's text.
 
@@ -26,15 +32,17 @@ def model_card(report: MergeReport, base_config: Mapping[str, Any], plots: Seque
             The base's `config.json`; tells its name on the Hub, if it has one.
         plots (`Sequence[str]`, *optional*):
             Pictures to show, as paths relative to the card.
+        fit (`AdapterReport`, *optional*):
+            What a generalist that is an adapter misses of the merge.
 
     Returns:
         `str`: Markdown with YAML front matter.
     """
     data = ModelCardData(
         base_model=_hub_name(report.base, base_config),
-        base_model_relation="merge",
-        library_name="transformers",
-        tags=["merge", "ram_trl"],
+        base_model_relation="merge" if fit is None else "adapter",
+        library_name="transformers" if fit is None else "peft",
+        tags=["merge", "ram_trl"] if fit is None else ["lora", "merge", "ram_trl"],
     )
     config = report.config
     knobs = [f"criterion: {report.criterion}"]
@@ -46,6 +54,7 @@ def model_card(report: MergeReport, base_config: Mapping[str, Any], plots: Seque
         f"# {report.out.name if report.out else 'generalist'}",
         "",
         f"A generalist merged from {len(report.agents)} agents by ram_trl.",
+        *(() if fit is None else ("", _fit(fit))),
         "",
         f"- method: `{config.method}` ({', '.join(knobs)})",
         f"- base: `{report.base}`",
@@ -68,6 +77,13 @@ def model_card(report: MergeReport, base_config: Mapping[str, Any], plots: Seque
     if config.method == "ram":
         lines += ["", f"Method: Reinforced Agent Merging, {RAM_PAPER}."]
     return "\n".join(lines) + "\n"
+
+
+def _fit(fit: AdapterReport) -> str:
+    return (
+        f"It is a LoRA adapter of rank {fit.rank}, which misses {fit.error:.1%} of what the merge changes of the base "
+        "(Frobenius norm; by layer in `adapter_report.json`)."
+    )
 
 
 def _hub_name(base: Path | None, config: Mapping[str, Any]) -> str | None:

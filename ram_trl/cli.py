@@ -224,6 +224,41 @@ def launch_command(
     raise typer.Exit(code)
 
 
+@app.command("export")
+def export_command(
+    hub: Annotated[Path, typer.Argument(help="Folder of the hub.")],
+    base: Annotated[Path, typer.Option(help="Folder of the checkpoint the agents started from.")],
+    out: Annotated[Path, typer.Option(help="Folder to make.")],
+    number: Annotated[int | None, typer.Option("--round", help="The round; by default the newest.")] = None,
+    rank: Annotated[int | None, typer.Option(min=1, help="Write a LoRA adapter of this rank, not a model.")] = None,
+    shard_size: ShardSize = None,
+) -> None:
+    """Write a round's generalist once more: as a model, or as a LoRA adapter, whatever the hub exports by itself."""
+    from ram_trl.export import save_generalist
+    from ram_trl.founding import check_base
+    from ram_trl.hub import Hub
+
+    opened = Hub(hub)
+    try:
+        opened.described()
+        made = opened.made_rounds()
+        chosen = made[-1] if made and number is None else number
+        if chosen not in made:
+            held = ", ".join(map(str, made)) or "none"
+            raise ValueError(f"{hub} holds the states of rounds {held}; older ones are removed (keep_rounds)")
+        if shard_size is not None and not is_size(shard_size):
+            raise ValueError(f"--shard-size is {shard_size}; give a size such as 5GB")
+        if out.exists():
+            raise ValueError(f"{out} exists; name a new folder, or remove it")
+        check_base(opened, base)
+        save_generalist(opened, chosen, base, out, rank, shard_size or SHARD_SIZE)
+    except (RuntimeError, ValueError, OSError) as error:
+        _stop(error)
+    what = "model" if rank is None else f"LoRA adapter of rank {rank}"
+    told = f"round {chosen} of {hub} as a {what}: {out}"
+    Console().print(told, soft_wrap=True, highlight=False, markup=False, emoji=False)
+
+
 @app.command("report")
 def report_command(
     hub: Annotated[Path, typer.Argument(help="Folder of the hub.")],

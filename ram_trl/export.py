@@ -23,6 +23,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from ram_trl.adapters import merge_low_rank
+from ram_trl.assembly import AdapterReport
 from ram_trl.card import model_card
 from ram_trl.config import MergeConfig
 from ram_trl.continual import Decision, Publication
@@ -94,45 +95,82 @@ def export_round(hub: Hub, number: int, base: Path, max_shard_size: int | str = 
         os.rename(folder, away)
         shutil.rmtree(away)
     if not folder.exists():
-        opened = open_checkpoint(base, "base")
-        if opened.problems:
-            raise MergeInputError(opened.problems)
         try:
-            with folder_in_one_piece(folder) as temporary, Workers(1) as workers:
-                told = _write(hub, number, opened.store, temporary, workers, max_shard_size)
-                report = round_report(hub, number)
-                if report is not None:
-                    sources = {p.agent: _told(p) for p in report[0].publications}
-                    merged = report[1].model_copy(update={"base": base, "out": folder, "sources": sources})
-                    (temporary / "merge_report.json").write_text(merged.to_json(), encoding="utf-8")
-                    card = model_card(merged, opened.store.config) + told
-                    (temporary / "README.md").write_text(card, encoding="utf-8")
+            save_generalist(hub, number, base, folder, hub.described()["identity"].get("export_rank"), max_shard_size)
         except FileExistsError:
             logger.info("round %d was exported by another process meanwhile", number)
     hub.point_latest(number)
     return folder
 
 
-def _write(hub: Hub, number: int, base: Checkpoint, folder: Path, workers: Workers, max_shard_size: int | str) -> str:
-    """Writes the weights as the run wants them; returns what the model card has to say of them."""
-    identity = hub.described()["identity"]
-    rounds, rank = Rounds(hub, Team(), identity), identity.get("export_rank")
+def save_generalist(
+    hub: Hub, number: int, base: Path, out: Path, rank: int | None, max_shard_size: int | str = SHARD_SIZE
+) -> None:
+    """
+    Writes the generalist of a round.
+
+    Args:
+        hub (`Hub`):
+            The hub.
+        number (`int`):
+            The round; its state has to be there. State 0 is the base as agents started from it.
+        base (`Path`):
+            Folder of the base.
+        out (`Path`):
+            Folder to make.
+        rank (`int`, *optional*):
+            Of a LoRA adapter: the best fit of what the round changes of the base. A model if it is `None`.
+        max_shard_size (`int` or `str`, *optional*):
+            Largest size of one weight file of a model.
+
+    Raises:
+        `FileExistsError`: if `out` exists.
+        `MergeInputError`: if the base cannot be read, or an entry overflows the base's dtype.
+        `BlockFileError`, `DamagedFileError`, `OSError`: if the state cannot be read, or `out` not be written.
+    """
+    opened = open_checkpoint(base, "base")
+    if opened.problems:
+        raise MergeInputError(opened.problems)
+    with folder_in_one_piece(out) as temporary, Workers(1) as workers:
+        fit = _write(hub, number, opened.store, temporary, workers, rank, max_shard_size)
+        report = round_report(hub, number)
+        if report is not None:
+            sources = {p.agent: _told(p) for p in report[0].publications}
+            merged = report[1].model_copy(update={"base": base, "out": out, "sources": sources})
+            (temporary / "merge_report.json").write_text(merged.to_json(), encoding="utf-8")
+            card = model_card(merged, opened.store.config, fit=fit)
+            (temporary / "README.md").write_text(card, encoding="utf-8")
+
+
+def _write(
+    hub: Hub,
+    number: int,
+    base: Checkpoint,
+    folder: Path,
+    workers: Workers,
+    rank: int | None,
+    max_shard_size: int | str,
+) -> AdapterReport | None:
+    """Writes the weights; returns what an adapter misses."""
+    rounds = Rounds(hub, Team(), hub.described()["identity"])
     generalist = Overlay(base, rounds.state(number))
     if rank is None:
         spans = cut(whole(base), CHUNK)
         write_like(
             base, folder, max_shard_size, lambda write: workers.map(lambda s: write(s, s.of(generalist)), spans)
         )
-        return ""
+        return None
     # Agents trained from state 0, which is the base, or the base rounded as their models were.
     start, config = Overlay(base, rounds.state(0)), MergeConfig(epsilon=0)
     merged = merge_low_rank(start, {"generalist": generalist}, config, workers, Anatomy(base.config, base), rank=rank)
     merged.save(folder, str(base.folder.resolve()))
     (folder / "adapter_report.json").write_text(merged.report.to_json(), encoding="utf-8")
-    misses = f"the adapter misses {merged.report.error:.1%} of what round {number} changes of the base"
     if merged.report.error > LARGE_ERROR:
-        logger.warning("%s: with rank %d %s; a higher export_rank misses less", folder.parent, rank, misses)
-    return f"\nA LoRA adapter of rank {rank}: {misses} (Frobenius norm; by layer in `adapter_report.json`).\n"
+        logger.warning(
+            "%s: with rank %d the adapter misses %.1f %% of what round %d changes; a higher rank misses less",
+            folder.parent, rank, 100 * merged.report.error, number,
+        )  # fmt: skip
+    return merged.report
 
 
 def _told(head: Publication) -> str:

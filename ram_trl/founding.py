@@ -10,7 +10,7 @@ from ram_trl.digest import Digest
 from ram_trl.hub import Hub, HubError
 from ram_trl.problems import MergeInputError
 from ram_trl.rounds import write_folder
-from ram_trl.weights import cut
+from ram_trl.weights import Span, cut, entries
 from ram_trl.weights.checkpoint import open_checkpoint
 from ram_trl.weights.live.lora import Live
 from ram_trl.weights.sparse import BLOCK, BlockWriter, blocks
@@ -90,6 +90,35 @@ def compare_with_base(live: Live, folder: Path, agent: str, trained: bool) -> tu
         )
     shares = [v[3] for rank, v in enumerate(verdicts) if rank != live.team.rank]
     return not exact, digest.sums(shares)
+
+
+def check_base(hub: Hub, folder: Path) -> None:
+    """
+    Checks that a checkpoint is the base of a hub's run; reads all of it.
+
+    Raises:
+        `HubError`: naming a tensor that is another.
+        `MergeInputError`: if it cannot be read.
+    """
+    opened = open_checkpoint(folder, "base")
+    if opened.problems:
+        raise MergeInputError(opened.problems)
+    identity = hub.described()["identity"]
+    digest, base = Digest(identity["base"]), opened.store
+    for name, shape in identity["shapes"].items():
+        held = list(base.shape(name)) if name in base.names() else None
+        if held != shape:
+            has = f"of shape {held}" if held else "missing"
+            raise HubError(f"{folder} is not the base of {hub.path}: '{name}' is {has}, the run's is {shape}")
+    for span in cut([Span(name, 0, entries(base, name)) for name in identity["base"]], BLOCK):
+        digest.add(span, span.of(base))
+    found = digest.sums()
+    differing = [name for name in found if found[name] != identity["base"][name]]
+    if differing:
+        raise HubError(
+            f"{folder} is not the base of {hub.path}: {len(differing)} of {len(found)} tensors hold other values, "
+            f"such as '{differing[0]}'; name the checkpoint that its agents started from"
+        )
 
 
 def write_base_state(live: Live, folder: Path, hub: Hub, rounded: bool) -> None:

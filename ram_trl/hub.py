@@ -212,6 +212,10 @@ class Hub:
         """Where the state of a round is, or would be."""
         return self.path / "state" / f"round-{number:04d}"
 
+    def made_rounds(self) -> list[int]:
+        """The rounds whose states are there, oldest first; 0 is the base."""
+        return _numbered(self.path / "state", "round")
+
     def making_of_state(self, number: int) -> tuple[tuple[str, int], ...]:
         """What there is of a state that is not made yet: changes as long as somebody works on it."""
         files = [self.round_folder(number) / "report.json"]  # written before the state
@@ -337,7 +341,7 @@ class Hub:
             if head is not None and last_consumed(agent, decisions) <= head.base_round:
                 bases.append(head.base_round)
         oldest = min([newest - keep + 1, *loaded, *([] if observing else bases)])
-        doomed += [self.state_folder(n) for n in _numbered(self.path / "state", "round") if 0 < n < oldest]
+        doomed += [self.state_folder(n) for n in self.made_rounds() if 0 < n < oldest]
         try:
             pointed = self.latest()
         except DamagedFileError:

@@ -226,7 +226,7 @@ def merge_to_adapter(
         merged.save(folder, _base_name(inputs))
         (folder / "merge_report.json").write_text(report.to_json(), encoding="utf-8")
         (folder / "adapter_report.json").write_text(merged.report.to_json(), encoding="utf-8")
-        (folder / "README.md").write_text(model_card(report, inputs.base.config), encoding="utf-8")
+        (folder / "README.md").write_text(model_card(report, inputs.base.config, fit=merged.report), encoding="utf-8")
     return report, merged.report
 
 

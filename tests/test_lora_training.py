@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, TrainerCallback
@@ -30,6 +31,7 @@ from tests import lora, models
 from tests.simulator import Simulator
 from tests.test_adapter import VARIANTS
 from tests.test_callback import QUICK, letters_of, states, trainer_of
+from tests.test_cli import run
 
 Weights = dict[str, torch.Tensor]
 ALONE = QUICK | {"agents": ()}
@@ -445,6 +447,30 @@ def test_the_generalist_is_an_adapter_on_request(base, tmp_path):
     assert lora.distance(lora.of_agent(base, hub.generalist_folder(number)), generalist) < 1e-5
 
 
+def test_a_round_is_written_once_more_in_the_other_form(base, tmp_path):
+    """Where the hub exports adapters, a model is to be had, and the other way round."""
+    hub = trained(base, tmp_path, export_rank=4)
+    number, state = len(hub.decisions()), states(tmp_path / "hub")[-1]
+    for rank, out in ((None, "model"), (64, "adapter")):
+        options = ["--rank", str(rank)] if rank else []
+        done = run("export", hub.path, "--base", base, "--out", tmp_path / out, "--round", number, *options)
+        assert done.exit_code == 0, done.output
+    made = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    assert all(torch.equal(p, state[n]) for n, p in made.named_parameters())
+    assert lora.distance(lora.of_agent(base, tmp_path / "adapter"), lora.logits(made)) < 1e-5
+    again = run("export", hub.path, "--base", base, "--out", tmp_path / "model")
+    assert again.exit_code == 1
+    assert "model exists; name a new folder, or remove it" in again.output
+    missing = run("export", hub.path, "--base", base, "--out", tmp_path / "other", "--round", 77)
+    assert missing.exit_code == 1
+    assert f"holds the states of rounds 0, 1, {number};" in missing.output
+    foreign = run("export", hub.path, "--base", tmp_path / "model", "--out", tmp_path / "other")
+    assert foreign.exit_code == 1
+    assert f"model is not the base of {hub.path}: " in foreign.output
+    assert "hold other values, such as 'model." in foreign.output
+    assert not (tmp_path / "other").exists()
+
+
 @pytest.mark.parametrize("mode", ["fold", "svd"])
 def test_an_exported_adapter_is_the_best_fit_and_tells_its_error(base, tmp_path, mode, caplog):
     """S_k − W, on the base and not on any round."""
@@ -469,9 +495,13 @@ def test_an_exported_adapter_is_the_best_fit_and_tells_its_error(base, tmp_path,
     size = sum(float(t.double().square().sum()) for t in wanted.values())
     assert report["error"] == pytest.approx((best / size) ** 0.5, rel=0.02)
     assert 0.5 < report["error"] < 1
-    told = f"misses {report['error']:.1%} of what round 2 changes of the base"
-    assert told in (folder / "README.md").read_text()
-    assert told in caplog.text  # more than half is worth a warning
+    card = (folder / "README.md").read_text()
+    assert f"a LoRA adapter of rank 2, which misses {report['error']:.1%} of what the merge changes" in card
+    front = yaml.safe_load(card.split("---")[1])
+    assert (front["library_name"], front["base_model_relation"]) == ("peft", "adapter")
+    assert "lora" in front["tags"]
+    told = f"the adapter misses {100 * report['error']:.1f} % of what round 2 changes"  # over half: worth a warning
+    assert told in caplog.text
 
 
 def test_all_jobs_export_alike(base, tmp_path):

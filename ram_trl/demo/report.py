@@ -244,7 +244,7 @@ def _findings(report: DemoReport) -> list[str]:
     if len(report.per_seed) > 1:
         averages = [{name: scores["average"] for name, scores in run.models.items()} for run in report.per_seed]
         wins = sum(seed[generalist] == max(seed.values()) for seed in averages)
-        sentences.append(f"Seed by seed, no model is better than {generalist} in {wins} of {len(averages)}.")
+        sentences.append(f"{generalist} has the best average, or one as good, in {wins} of {len(averages)} seeds.")
     plain = {row.name: "plain averaging" for row in report.settings.compare if row.config.method == "average"}
     apart = {row.name: "averaging A and B apart" for row in report.settings.factors if row.weight == "mean"}
     for name, what in (apart | plain).items():
