@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
+from ram_trl.callback import RAMCallback
 from ram_trl.config import MergeConfig
 from ram_trl.recipe import (
     RECIPES,
@@ -115,6 +116,14 @@ def test_fast_changes_how_often_agents_merge(tmp_path: Path) -> None:
     assert recipe.quick().continual == ContinualSection(**(CONTINUAL | {"merge_every": 2}))
     assert recipe.continual == ContinualSection(**CONTINUAL)
     assert Recipe.model_validate_json(recipe.model_dump_json()) == recipe
+
+
+def test_what_a_recipe_says_of_merging_reaches_the_callback(tmp_path: Path) -> None:
+    told = {"merge_every": 3, "carry": False, "wait": 2, "moments": "reset", "lora": "svd", "export_rank": 8}
+    section = ContinualSection(**told)
+    config = RAMCallback(tmp_path / "hub", "tool", tmp_path / "base", **section.knobs()).config
+    assert {name: getattr(config, name) for name in section.knobs()} == section.knobs()
+    assert {name: getattr(config, name) for name in told} == told
 
 
 def test_a_row_is_a_name_and_the_fields_of_a_merge_config() -> None:
