@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 # PPO needs an older TRL.
 PPO_VENV := .venv-ppo
-PPO_TESTS := tests/test_ppo.py tests/test_ppo_recipe.py tests/distributed/test_ppo.py
+PPO_TESTS := tests/training/test_ppo.py tests/runs/test_ppo_recipe.py tests/distributed/test_ppo.py
 
 .PHONY: demo test test-ppo test-slow lint clean
 

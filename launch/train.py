@@ -8,7 +8,7 @@ Trains agents of a recipe, merging them with all others through a hub. Start it 
 
 import sys
 
-from ram_trl.job import main
+from ram_trl.runs.job import main
 
 if __name__ == "__main__":
     sys.exit(main())

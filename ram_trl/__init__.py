@@ -3,15 +3,15 @@
 from typing import TYPE_CHECKING, Any
 
 from ram_trl.config import MergeConfig
-from ram_trl.engine import merge_state_dicts
-from ram_trl.offline import merge, probe
+from ram_trl.engine.merging import merge_state_dicts
+from ram_trl.folders.offline import merge, probe
 from ram_trl.problems import MergeInputError, Problem
-from ram_trl.report import MergeReport
+from ram_trl.telling.report import MergeReport
 
 if TYPE_CHECKING:
-    from ram_trl.adapters import merge_adapters
-    from ram_trl.callback import RAMCallback, attach
-    from ram_trl.turns import take_turns
+    from ram_trl.folders.adapters import merge_adapters
+    from ram_trl.training.callback import RAMCallback, attach
+    from ram_trl.training.turns import take_turns
 
 __all__ = [
     "MergeConfig",
@@ -31,15 +31,15 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     # These need transformers and accelerate, which take seconds to import; merging folders does not.
     if name in ("RAMCallback", "attach"):
-        from ram_trl import callback
+        from ram_trl.training import callback
 
         return getattr(callback, name)
     if name == "merge_adapters":
-        from ram_trl.adapters import merge_adapters
+        from ram_trl.folders.adapters import merge_adapters
 
         return merge_adapters
     if name == "take_turns":
-        from ram_trl.turns import take_turns
+        from ram_trl.training.turns import take_turns
 
         return take_turns
     raise AttributeError(f"module 'ram_trl' has no attribute '{name}'")

@@ -14,11 +14,11 @@ from pydantic import ValidationError
 from rich.console import Console
 
 from ram_trl.config import MergeConfig, read_yaml
-from ram_trl.generalist import DTYPES
-from ram_trl.offline import SHARD_SIZE, find_problems, is_size, merge, merge_to_adapter, outline, probe
-from ram_trl.outline import show_outline
+from ram_trl.folders.generalist import DTYPES
+from ram_trl.folders.offline import SHARD_SIZE, find_problems, is_size, merge, merge_to_adapter, outline, probe
+from ram_trl.folders.outline import show_outline
 from ram_trl.problems import MergeInputError, Problem
-from ram_trl.tables import show_fit, show_probe, show_report
+from ram_trl.telling.tables import show_fit, show_probe, show_report
 
 Result = TypeVar("Result")
 
@@ -141,7 +141,7 @@ def probe_command(
         show_probe(report, Console())
     if plot is not None:
         # matplotlib takes half a second to import, and only pictures need it.
-        from ram_trl.plots import save_merge_plots
+        from ram_trl.telling.plots import save_merge_plots
 
         try:
             pictures = save_merge_plots(report, plot)
@@ -162,7 +162,7 @@ def convert_zero_command(
     ] = None,
 ) -> None:
     """Make a DeepSpeed ZeRO checkpoint a folder that merge reads. Unpickles it: only for files you trust."""
-    from ram_trl.zero import convert_zero
+    from ram_trl.folders.zero import convert_zero
 
     try:
         convert_zero(checkpoint.expanduser(), out.expanduser(), base)
@@ -215,7 +215,7 @@ def launch_command(
     ] = False,
 ) -> None:
     """Train all agents of a recipe, merging as they go: one job per agent, or as many as the schedule says."""
-    from ram_trl.launching import launch
+    from ram_trl.runs.launching import launch
 
     try:
         code = launch(recipe, schedule, set_ or [], set_file, resume, dry_run, Console())
@@ -234,9 +234,9 @@ def export_command(
     shard_size: ShardSize = None,
 ) -> None:
     """Write a round's generalist once more: as a model, or as a LoRA adapter, whatever the hub exports by itself."""
-    from ram_trl.export import save_generalist
-    from ram_trl.founding import check_base
-    from ram_trl.hub import Hub
+    from ram_trl.continual.export import save_generalist
+    from ram_trl.continual.founding import check_base
+    from ram_trl.continual.hub import Hub
 
     opened = Hub(hub)
     try:
@@ -265,8 +265,8 @@ def report_command(
     out: Annotated[Path | None, typer.Option(help="Folder to write to; HUB/report by default.")] = None,
 ) -> None:
     """Write what came of a run: tables and plots, as report.html and report.md."""
-    from ram_trl.hub import Hub
-    from ram_trl.run_report import write_run_report
+    from ram_trl.continual.hub import Hub
+    from ram_trl.telling.run_report import write_run_report
 
     try:
         path = write_run_report(Hub(hub), out or hub / "report")
@@ -284,8 +284,8 @@ def status_command(
     patience: Annotated[float, typer.Option(help="--watch: an agent without a heartbeat this long is silent.")] = 60.0,
 ) -> None:
     """Show who trains in a hub, and what came of the rounds."""
-    from ram_trl.hub import Hub
-    from ram_trl.status import hub_status, show_status, watch
+    from ram_trl.continual.hub import Hub
+    from ram_trl.continual.status import hub_status, show_status, watch
 
     try:
         if watching:

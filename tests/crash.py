@@ -22,11 +22,11 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from ram_trl.continual import Decision
+from ram_trl.continual.hub import Hub
+from ram_trl.continual.rounds import Rounds
+from ram_trl.continual.semantics import Decision
 from ram_trl.files import PARTIAL
-from ram_trl.hub import Hub
-from ram_trl.rounds import Rounds
-from ram_trl.team import Team
+from ram_trl.training.team import Team
 from tests.models import contents
 from tests.simulator import Agent, Published, Simulator
 

@@ -25,11 +25,11 @@ from transformers import (
 )
 
 from ram_trl import MergeConfig
-from ram_trl.engine import make_plan, merge_spans
+from ram_trl.engine.merging import make_plan, merge_spans
+from ram_trl.engine.workers import Workers
 from ram_trl.weights import Span, Store, entries
 from ram_trl.weights.adapter import Adapter, open_adapter
 from ram_trl.weights.checkpoint import Checkpoint, open_checkpoint
-from ram_trl.workers import Workers
 from tests import models
 
 PROMPT = torch.tensor([[3, 4, 5, 9, 17, 28, 2, 40], [1, 60, 33, 8, 8, 19, 20, 5]])

@@ -21,12 +21,12 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
-from ram_trl import turns
-from ram_trl.callback import HELD
+from ram_trl.training import turns
+from ram_trl.training.callback import HELD
 from tests import models
 from tests.distributed.sharded import prepare
 from tests.ppo import ppo_trainer
-from tests.test_callback import letters_of
+from tests.training.test_callback import letters_of
 
 UNLIKE: dict[str, dict[str, Any]] = {
     "tool": {"seed": 1, "learning_rate": 1e-3, "lr_scheduler_type": "linear", "max_grad_norm": 0.1},

@@ -11,7 +11,7 @@ from datasets import Dataset
 from ram_trl.evaluate import ScoreRow
 from ram_trl.recipe import Task
 from tests import models
-from tests.test_callback import letters_of
+from tests.training.test_callback import letters_of
 
 AGENTS = ("tool", "code", "mem")
 

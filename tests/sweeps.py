@@ -10,7 +10,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ram_trl import elementwise
+from ram_trl.engine import elementwise
 from ram_trl.methods import change
 
 Result = TypeVar("Result")

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import yaml
 
-from ram_trl.callback import RAMCallback
 from ram_trl.config import MergeConfig
 from ram_trl.recipe import (
     RECIPES,
@@ -22,6 +21,7 @@ from ram_trl.recipe import (
     load_function,
     load_recipe,
 )
+from ram_trl.training.callback import RAMCallback
 
 SMALL: dict[str, Any] = {
     "base": {"make": "tasks/base.py:make", "args": {"steps": 100, "rate": 1}},

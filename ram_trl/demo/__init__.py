@@ -23,13 +23,13 @@ from rich.progress import Progress as Bars
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ram_trl.config import MergeConfig
+from ram_trl.continual.hub import Hub
 from ram_trl.demo.lab import Lab, SeedRun, open_lab
 from ram_trl.demo.merging import compare, score_rounds, scores_of_newest
 from ram_trl.demo.process import flushed_denormals, one_thread, own_random_state, quiet_libraries
 from ram_trl.demo.report import DemoReport, Scores, SeedScores, Tuning, markdown, plot, show
 from ram_trl.demo.training import train, train_continually
-from ram_trl.hub import Hub
-from ram_trl.offline import merge
+from ram_trl.folders.offline import merge
 from ram_trl.recipe import Progress, Recipe
 
 MARKER = ".ram-trl-demo"

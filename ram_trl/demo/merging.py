@@ -11,15 +11,15 @@ from peft import PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_
 from transformers import PreTrainedModel
 
 from ram_trl.config import MergeConfig
+from ram_trl.continual.export import round_report
+from ram_trl.continual.hub import Hub
+from ram_trl.continual.rounds import Rounds
 from ram_trl.demo.lab import Lab, SeedRun
 from ram_trl.demo.report import Choice, RoundScores, Scores
-from ram_trl.engine import merge_state_dicts
+from ram_trl.engine.merging import merge_state_dicts
 from ram_trl.evaluate import ScoreRow, accuracies
-from ram_trl.export import round_report
-from ram_trl.hub import Hub
 from ram_trl.recipe import FactorRow, MergeRow, Progress
-from ram_trl.rounds import Rounds
-from ram_trl.team import Team
+from ram_trl.training.team import Team
 from ram_trl.weights import entries
 
 MERGED = "merged"

@@ -30,7 +30,7 @@ def flushed_denormals() -> Iterator[None]:
     """
     Flush denormal numbers to zero, for training only: Adam's moments decay into denormals, which are very slow.
 
-    Merging would lose small updates in here, unless it keeps denormals for itself as [`~ram_trl.workers.Workers`]
+    Merging would lose small updates in here, unless it keeps denormals for itself as [`Workers`]
     does. Threads inherit the setting from the one that starts them, so none may be started in here that lives on; with
     [`one_thread`] none are, and agents that take turns end in here.
     """

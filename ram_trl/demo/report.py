@@ -11,9 +11,9 @@ from rich.table import Table
 from rich.text import Text
 
 from ram_trl.config import METHOD_KNOBS
-from ram_trl.plots import RoundPoint, plot_overlap, plot_rounds, plot_scores
 from ram_trl.recipe import FactorRow, MergeRow, Recipe
-from ram_trl.report import AgentReport
+from ram_trl.telling.plots import RoundPoint, plot_overlap, plot_rounds, plot_scores
+from ram_trl.telling.report import AgentReport
 
 Scores = dict[str, float]
 """Percentages by task and, last, their mean as `average`."""

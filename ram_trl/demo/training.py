@@ -18,11 +18,11 @@ from transformers import (
 )
 from trl import GRPOTrainer
 
-from ram_trl.callback import attach
 from ram_trl.demo.lab import Lab, SeedRun, grpo_config
 from ram_trl.recipe import AgentSection, ContinualRow, Progress, Task
-from ram_trl.trainers import adapter_config
-from ram_trl.turns import take_turns
+from ram_trl.training.callback import attach
+from ram_trl.training.trainers import adapter_config
+from ram_trl.training.turns import take_turns
 
 FOREVER = 1e9
 """Seconds. Agents of one process cannot lose each other, so no round of the demo ever closes for a clock's sake."""

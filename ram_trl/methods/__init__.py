@@ -11,13 +11,13 @@ from functools import partial
 
 from torch import Tensor
 
+from ram_trl.engine.plan import Plan
 from ram_trl.methods.average import average
 from ram_trl.methods.chunk import Chunk
 from ram_trl.methods.dare import dare
 from ram_trl.methods.ram import ram
 from ram_trl.methods.task_arithmetic import task_arithmetic
 from ram_trl.methods.ties import ties
-from ram_trl.plan import Plan
 
 Rule = Callable[[Chunk], Tensor]
 

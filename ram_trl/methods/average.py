@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ram_trl.elementwise import at_least, divided, select
+from ram_trl.engine.elementwise import at_least, divided, select
 from ram_trl.methods.chunk import Chunk, combine
 
 

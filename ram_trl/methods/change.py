@@ -9,9 +9,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ram_trl import compiled, criterion
 from ram_trl.config import MergeConfig
-from ram_trl.elementwise import on_cpu
+from ram_trl.engine import compiled, criterion
+from ram_trl.engine.elementwise import on_cpu
 
 WORD = 64
 """Entries whose bits are counted at once."""
@@ -109,7 +109,7 @@ class Change:
         reference (`Tensor`, float32):
             What its task vector is measured against; the same object as the chunk's base where that is it.
         config (`MergeConfig`), threshold (`float`), base_dtype (`torch.dtype`):
-            Its criterion, as [`ram_trl.criterion.active`] takes it.
+            Its criterion, as [`ram_trl.engine.criterion.active`] takes it.
     """
 
     agent: str

@@ -8,7 +8,7 @@ import hashlib
 import torch
 from torch import Tensor
 
-from ram_trl.elementwise import bits, divided, masked
+from ram_trl.engine.elementwise import bits, divided, masked
 from ram_trl.methods.change import Update
 from ram_trl.methods.chunk import Chunk
 from ram_trl.methods.task_arithmetic import scaled_sum, task_arithmetic

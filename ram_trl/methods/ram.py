@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ram_trl.elementwise import mean_where_shared
+from ram_trl.engine.elementwise import mean_where_shared
 from ram_trl.methods.chunk import Chunk, combine
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-from ram_trl.elementwise import at_least, select
+from ram_trl.engine.elementwise import at_least, select
 from ram_trl.methods.change import Change, Update
 from ram_trl.methods.chunk import Chunk, combine
 

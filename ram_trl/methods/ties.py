@@ -7,7 +7,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from ram_trl.elementwise import at_least, bits, differ, masked, select
+from ram_trl.engine.elementwise import at_least, bits, differ, masked, select
 from ram_trl.methods.chunk import Chunk, combine
 
 

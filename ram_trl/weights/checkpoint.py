@@ -16,8 +16,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ram_trl.naming import mixed_experts
-from ram_trl.preflight import same_entries
+from ram_trl.folders.naming import mixed_experts
+from ram_trl.folders.preflight import same_entries
 from ram_trl.problems import Problem
 from ram_trl.weights import INPUT_EMBEDDINGS, OUTPUT_EMBEDDINGS
 

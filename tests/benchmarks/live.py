@@ -29,8 +29,8 @@ import torch.distributed as dist
 from transformers import Qwen3Config, Qwen3ForCausalLM, TrainerCallback
 
 import ram_trl
-from ram_trl.member import Member, Met
-from ram_trl.rounds import Rounds
+from ram_trl.continual.member import Member, Met
+from ram_trl.continual.rounds import Rounds
 from ram_trl.weights.live import LiveWeights
 from tests import models
 from tests.distributed.launching import FSDP2, deepspeed_config, finish, launch

@@ -194,7 +194,7 @@ class Spy:
         from torch.distributed.fsdp import FSDPModule
         from torch.distributed.tensor import DTensor
 
-        from ram_trl.member import Member
+        from ram_trl.continual.member import Member
         from ram_trl.weights.live import LiveWeights
 
         for name in ("all_gather", "all_gather_into_tensor", "all_gather_coalesced", "broadcast", "allgather_fn"):
@@ -234,7 +234,7 @@ class Die(TrainerCallback):
 
 def fail_in(where: str) -> None:
     """This rank's third call there, in its second merge, raises."""
-    from ram_trl.member import Member
+    from ram_trl.continual.member import Member
     from ram_trl.weights.live import LiveWeights
     from ram_trl.weights.sparse import BlockWriter
 

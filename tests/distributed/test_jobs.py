@@ -15,9 +15,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import ram_trl
-from ram_trl.hub import Hub
+from ram_trl.continual.hub import Hub
 from tests import models
-from tests.test_callback import QUICK, states, trainer_of
+from tests.training.test_callback import QUICK, states, trainer_of
 
 REPOSITORY = Path(__file__).parents[2]
 AGENTS = ("code", "mem", "tool")

@@ -19,7 +19,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from ram_trl.hub import Hub
+from ram_trl.continual.hub import Hub
 from tests import lora, models
 from tests.distributed.launching import deepspeed_config, end, finish, launch
 from tests.distributed.test_shards import assert_same, state

@@ -12,7 +12,7 @@ from tests import models
 from tests.distributed.launching import end
 from tests.distributed.odd import odd_model
 from tests.distributed.test_shards import ALL, QUICK, ROUNDS, Case, alone, check, run, seen
-from tests.test_turns import LAYOUTS, digests
+from tests.training.test_turns import LAYOUTS, digests
 
 pytestmark = pytest.mark.ppo
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from ram_trl.hub import Hub
+from ram_trl.continual.hub import Hub
 from tests import models
 from tests.distributed.launching import end, finish
 from tests.distributed.odd import OddModel, odd_model

@@ -1,0 +1,1 @@
+"""Runs of many agents: recipes, the jobs that follow from them, launching and watching those."""

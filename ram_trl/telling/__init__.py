@@ -1,0 +1,1 @@
+"""What people read: reports, advice, tables, plots, model cards."""

@@ -1,0 +1,1 @@
+"""What touches trainers: the callback, the ranks of a job, agents that take turns in one process."""
