@@ -26,7 +26,7 @@ from ram_trl.continual.hub import Hub
 from ram_trl.continual.rounds import Rounds
 from ram_trl.continual.semantics import Decision
 from ram_trl.files import PARTIAL
-from ram_trl.training.team import Team
+from ram_trl.team import Team
 from tests.models import contents
 from tests.simulator import Agent, Published, Simulator
 

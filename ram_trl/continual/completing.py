@@ -18,7 +18,7 @@ from ram_trl.continual.export import export_round
 from ram_trl.continual.hub import Hub
 from ram_trl.continual.rounds import Rounds
 from ram_trl.engine.workers import Workers
-from ram_trl.training.team import Team
+from ram_trl.team import Team
 from ram_trl.weights import whole
 
 logger = logging.getLogger(__name__)

@@ -34,9 +34,9 @@ from ram_trl.folders.adapters import merge_low_rank
 from ram_trl.folders.assembly import AdapterReport
 from ram_trl.folders.offline import SHARD_SIZE, write_like
 from ram_trl.problems import MergeInputError
+from ram_trl.team import Team
 from ram_trl.telling.card import model_card
 from ram_trl.telling.report import MergeReport
-from ram_trl.training.team import Team
 from ram_trl.weights import cut, whole
 from ram_trl.weights.anatomy import Anatomy
 from ram_trl.weights.checkpoint import Checkpoint, open_checkpoint

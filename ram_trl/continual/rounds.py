@@ -21,8 +21,8 @@ from ram_trl.continual.semantics import Decision, Publication
 from ram_trl.engine.merging import make_plan, merge_spans
 from ram_trl.engine.workers import Workers
 from ram_trl.files import DamagedFileError, flush, partial, read_json, settle, write_json
+from ram_trl.team import Team
 from ram_trl.telling.report import MergeReport, make_report
-from ram_trl.training.team import Team
 from ram_trl.weights import Span, Store
 from ram_trl.weights.sparse import BLOCK, BlockFile, BlockFileError, Blocks, BlockWriter, blocks
 

@@ -15,8 +15,8 @@ from ram_trl.demo.report import Choice, RoundScores, Scores
 from ram_trl.evaluate import ScoreRow
 from ram_trl.problems import MergeInputError, agent_place
 from ram_trl.recipe import AgentSection, BaseMaker, Recipe, Split, Task, load_function, load_recipe
+from ram_trl.runs.trainers import adapter_config
 from ram_trl.telling.report import MergeReport
-from ram_trl.training.trainers import adapter_config
 from ram_trl.weights import entries
 from ram_trl.weights.adapter import live_adapter
 from ram_trl.weights.memory import StateDict

@@ -19,7 +19,7 @@ from ram_trl.demo.report import Choice, RoundScores, Scores
 from ram_trl.engine.merging import merge_state_dicts
 from ram_trl.evaluate import ScoreRow, accuracies
 from ram_trl.recipe import FactorRow, MergeRow, Progress
-from ram_trl.training.team import Team
+from ram_trl.team import Team
 from ram_trl.weights import entries
 
 MERGED = "merged"

@@ -20,8 +20,8 @@ from trl import GRPOTrainer
 
 from ram_trl.demo.lab import Lab, SeedRun, grpo_config
 from ram_trl.recipe import AgentSection, ContinualRow, Progress, Task
+from ram_trl.runs.trainers import adapter_config
 from ram_trl.training.callback import attach
-from ram_trl.training.trainers import adapter_config
 from ram_trl.training.turns import take_turns
 
 FOREVER = 1e9

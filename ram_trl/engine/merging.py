@@ -24,13 +24,13 @@ from ram_trl.engine.compiled import tally
 from ram_trl.engine.elementwise import how_many, largest
 from ram_trl.engine.plan import Counts, Plan
 from ram_trl.engine.workers import Workers
-from ram_trl.folders.preflight import check_layout, check_names
 from ram_trl.methods import Chunk, rule
 from ram_trl.methods.change import Change
 from ram_trl.problems import MergeInputError, Problem, agent_place
 from ram_trl.telling.report import MergeReport, make_report
 from ram_trl.weights import Span, Store, cut, entries, mergeable, whole
 from ram_trl.weights.memory import StateDict
+from ram_trl.weights.preflight import check_layout, check_names
 
 CHUNK = 1 << 19
 """Entries per chunk: the working set of a few agents stays in the cache of a core."""

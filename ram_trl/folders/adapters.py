@@ -20,7 +20,6 @@ from ram_trl.engine.merging import CHUNK, make_plan, merge_spans
 from ram_trl.engine.plan import Plan
 from ram_trl.engine.workers import Workers
 from ram_trl.folders.assembly import AdapterReport, Assembly, Form, MergedAdapter
-from ram_trl.folders.preflight import check_names
 from ram_trl.problems import MergeInputError, Problem, agent_place
 from ram_trl.weights import INPUT_EMBEDDINGS, Span, Store, entries, mergeable
 from ram_trl.weights.adapter import Adapter, live_adapter
@@ -28,6 +27,7 @@ from ram_trl.weights.adapter_tensors import plain_name
 from ram_trl.weights.anatomy import Anatomy, Piece
 from ram_trl.weights.edits import LowRank, Replace, ReplaceRows
 from ram_trl.weights.memory import StateDict
+from ram_trl.weights.preflight import check_names
 
 
 def merge_adapters(

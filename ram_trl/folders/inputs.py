@@ -16,12 +16,12 @@ import torch
 
 from ram_trl.config import MergeConfig
 from ram_trl.engine.merging import CHUNK, find_non_finite
-from ram_trl.folders.preflight import check_layout, check_names
 from ram_trl.problems import Problem, agent_place
 from ram_trl.progress import bar
 from ram_trl.weights import MERGEABLE, Span, cut, entries, mergeable, whole
 from ram_trl.weights.adapter import Adapter, OpenedAdapter, is_adapter, open_adapter
 from ram_trl.weights.checkpoint import Checkpoint, Opened, open_checkpoint
+from ram_trl.weights.preflight import check_layout, check_names
 
 # Keys of config.json that may differ between a base and what was trained from it.
 INCIDENTAL_KEYS = frozenset(

@@ -36,9 +36,9 @@ from ram_trl.evaluate import ExactScorer, Scorer
 from ram_trl.files import folder_in_one_piece, write_json
 from ram_trl.recipe import AgentSection, Recipe, Task, load_function, load_recipe
 from ram_trl.runs.hardware import Hardware, read_hardware
+from ram_trl.runs.trainers import build_trainer
+from ram_trl.team import Team
 from ram_trl.training.callback import attach
-from ram_trl.training.team import Team
-from ram_trl.training.trainers import build_trainer
 from ram_trl.training.turns import take_turns
 
 logger = logging.getLogger(__name__)

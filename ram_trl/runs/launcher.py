@@ -40,8 +40,8 @@ from ram_trl.runs.builds import abandoned_locks
 from ram_trl.runs.job import STOP, agent_folder, ensure_base, finished
 from ram_trl.runs.jobs import Job, Plan, threads_per_process
 from ram_trl.runs.ports import HeldPort
+from ram_trl.runs.trainers import VLLM_PORTS
 from ram_trl.telling.run_report import write_run_report
-from ram_trl.training.trainers import VLLM_PORTS
 
 logger = logging.getLogger(__name__)
 

@@ -28,9 +28,9 @@ from ram_trl.continual.hub import Hub, HubError
 from ram_trl.continual.member import SAY_EVERY, Member, MemberState, Met
 from ram_trl.continual.rounds import Rounds
 from ram_trl.evaluate import ExactScorer, Scorer
+from ram_trl.team import Team
 from ram_trl.training import folded
 from ram_trl.training.presence import training_goes_on
-from ram_trl.training.team import Team
 from ram_trl.training.turns import given, in_common, parked, rest, taking_turns
 from ram_trl.weights.checkpoint import open_checkpoint
 from ram_trl.weights.live import LiveWeights, Reference, trainers

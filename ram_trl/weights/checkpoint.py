@@ -16,10 +16,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ram_trl.folders.naming import mixed_experts
-from ram_trl.folders.preflight import same_entries
 from ram_trl.problems import Problem
 from ram_trl.weights import INPUT_EMBEDDINGS, OUTPUT_EMBEDDINGS
+from ram_trl.weights.naming import mixed_experts
+from ram_trl.weights.preflight import same_entries
 
 logger = logging.getLogger(__name__)
 

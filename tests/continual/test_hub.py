@@ -19,7 +19,7 @@ from ram_trl.continual.member import Member
 from ram_trl.continual.rounds import Rounds, write_folder
 from ram_trl.continual.semantics import Decision, Publication
 from ram_trl.files import PARTIAL, DamagedFileError, link_json, write_json
-from ram_trl.training.team import Team
+from ram_trl.team import Team
 from ram_trl.weights import Span
 from ram_trl.weights.live import LiveWeights
 from ram_trl.weights.sparse import BlockWriter

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from ram_trl.config import ContinualConfig, MergeConfig
 from ram_trl.continual.hub import Hub
 from ram_trl.continual.member import Member, MemberState
-from ram_trl.training.team import Team
+from ram_trl.team import Team
 from ram_trl.weights.live import LiveWeights
 from tests import models
 from tests.simulator import Simulator

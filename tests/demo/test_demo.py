@@ -30,8 +30,8 @@ from ram_trl.demo import DemoReport, run_demo, training
 from ram_trl.engine.merging import merge_state_dicts
 from ram_trl.evaluate import accuracies
 from ram_trl.recipe import RECIPES, load_function, load_recipe
+from ram_trl.team import Team
 from ram_trl.training.callback import attach
-from ram_trl.training.team import Team
 from ram_trl.weights import entries
 
 TASKS = ["tool", "code", "mem"]

@@ -23,7 +23,7 @@ class Compare(TrainerCallback):
         if state.global_step % self.every == 0:
             rank = dist.get_rank() if dist.is_initialized() else 0
             world = dist.get_world_size() if dist.is_initialized() else 1
-            from ram_trl.training.team import Team
+            from ram_trl.team import Team
             from ram_trl.weights.live import LiveWeights
 
             live = LiveWeights(model, Team())

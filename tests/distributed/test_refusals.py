@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from ram_trl.training.team import Team
+from ram_trl.team import Team
 from ram_trl.weights.live import LayoutError, LiveWeights, trainers
 from ram_trl.weights.live.zero3 import Zero3
 from ram_trl.weights.live.zero12 import Zero12

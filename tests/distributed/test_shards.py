@@ -25,7 +25,7 @@ from ram_trl.config import ContinualConfig
 from ram_trl.continual.hub import Hub
 from ram_trl.continual.member import Member
 from ram_trl.continual.rounds import Rounds
-from ram_trl.training.team import Team
+from ram_trl.team import Team
 from ram_trl.weights.live import LiveWeights
 from tests import models
 from tests.distributed.launching import ACCELERATE, FSDP2, deepspeed_config, end, finish, launch

@@ -28,7 +28,7 @@ from ram_trl.runs.job import whole_checkpoint
 from ram_trl.runs.jobs import make_plan
 from ram_trl.runs.launcher import Failure, Launcher
 from ram_trl.runs.ports import HeldPort
-from ram_trl.training.trainers import VLLM_PORTS, trainer_args
+from ram_trl.runs.trainers import VLLM_PORTS, trainer_args
 from tests import small_run
 from tests.training.test_callback import states
 
@@ -115,7 +115,7 @@ def check_hub(run: Path, agents=TWO) -> None:
 
 def active(run: Path, agent: str, sequence: int) -> int:
     from ram_trl.continual.rounds import Rounds
-    from ram_trl.training.team import Team
+    from ram_trl.team import Team
 
     hub = Hub(run / "hub")
     rounds = Rounds(hub, Team(), hub.described()["identity"])

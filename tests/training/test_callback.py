@@ -21,7 +21,7 @@ from ram_trl.continual.hub import Hub, HubError
 from ram_trl.continual.rounds import Rounds
 from ram_trl.continual.status import hub_status
 from ram_trl.evaluate import Scorer
-from ram_trl.training.team import Team
+from ram_trl.team import Team
 from ram_trl.training.turns import take_turns
 from ram_trl.weights.live import LayoutError, LiveWeights
 from tests import models

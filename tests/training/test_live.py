@@ -19,7 +19,7 @@ from trl.generation.vllm_generation import VLLMGeneration
 
 import ram_trl
 from ram_trl.continual.hub import HubError
-from ram_trl.training.team import Team
+from ram_trl.team import Team
 from ram_trl.weights.live import LayoutError, LiveWeights
 from tests import models
 from tests.training.test_callback import QUICK, states, trainer_of

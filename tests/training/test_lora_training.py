@@ -22,7 +22,7 @@ from ram_trl.continual.hub import Hub, HubError
 from ram_trl.continual.member import Member
 from ram_trl.evaluate import Scorer
 from ram_trl.folders.offline import merge_to_adapter
-from ram_trl.training.team import Team
+from ram_trl.team import Team
 from ram_trl.training.turns import take_turns
 from ram_trl.weights.checkpoint import open_checkpoint
 from ram_trl.weights.live import LayoutError

@@ -11,7 +11,7 @@ from torch import nn
 from ram_trl.config import ContinualConfig
 from ram_trl.continual.hub import Hub
 from ram_trl.continual.member import Member
-from ram_trl.training.team import Team
+from ram_trl.team import Team
 from ram_trl.weights.live import LiveWeights
 from tests import models
 

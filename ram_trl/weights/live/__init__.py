@@ -17,7 +17,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
-from ram_trl.training.team import Team
+from ram_trl.team import Team
 from ram_trl.weights import Span
 from ram_trl.weights.live import trainers
 from ram_trl.weights.live.fsdp2 import Fsdp2

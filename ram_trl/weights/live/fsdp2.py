@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from ram_trl.training.team import Team
+from ram_trl.team import Team
 from ram_trl.weights.live.layout import Layout, Part, refuse
 
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from ram_trl.continual.rounds import open_folder, write_folder
 from ram_trl.engine.low_rank import LARGE_ERROR
-from ram_trl.training.team import Team
+from ram_trl.team import Team
 from ram_trl.weights import Span, Store, cut
 from ram_trl.weights.adapter_tensors import WRAPPERS, Draft, plain_name
 from ram_trl.weights.anatomy import Anatomy

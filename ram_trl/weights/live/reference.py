@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from ram_trl.training.team import Team
+from ram_trl.team import Team
 from ram_trl.weights import Span, Store, cut
 from ram_trl.weights.live.fsdp2 import Fsdp2
 from ram_trl.weights.live.layout import Layout, named

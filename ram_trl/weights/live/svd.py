@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ram_trl.engine.low_rank import Fit, fit
-from ram_trl.training.team import Team
+from ram_trl.team import Team
 
 NOISE = 1e-6
 """Directions whose singular value is smaller, relative to the largest, are left free."""

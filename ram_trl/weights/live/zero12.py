@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ram_trl.training.team import Team
+from ram_trl.team import Team
 from ram_trl.weights.live.layout import Layout, Part, refuse, require, set_back
 
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ram_trl.training.team import Team
+from ram_trl.team import Team
 from ram_trl.weights.live.layout import Layout, Part, refuse, require, set_back
 
 

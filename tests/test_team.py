@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 
-from ram_trl.training.team import JobError, JobOSError, Team
+from ram_trl.team import JobError, JobOSError, Team
 
 
 def work_of(rank: int, ranks: int, folder: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ram_trl.folders.naming import hints, mixed_experts
+from ram_trl.weights.naming import hints, mixed_experts
 
 NAMES = ["model.embed_tokens.weight", "model.layers.0.q_proj.weight", "lm_head.weight"]
 EXPERTS = ["m.experts.0.gate_proj.weight", "m.experts.0.up_proj.weight", "m.experts.1.gate_proj.weight"]

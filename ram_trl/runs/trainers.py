@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, T
 from ram_trl.recipe import AgentSection, Recipe, Task
 from ram_trl.runs.hardware import Hardware
 from ram_trl.runs.jobs import known_args
-from ram_trl.training.judge import Judge
+from ram_trl.runs.judge import Judge
 
 VLLM_PORTS = "RAM_TRL_VLLM_PORTS"
 """Environment variable of a job: a port per agent, as `tool=41001,code=41002`, that no other job has."""

@@ -12,9 +12,9 @@ from math import prod
 import torch
 
 from ram_trl.config import AGENT_NAME, MergeConfig
-from ram_trl.folders.naming import hints
 from ram_trl.problems import Problem, agent_place
 from ram_trl.weights import MERGEABLE, Span, Store, cut, entries
+from ram_trl.weights.naming import hints
 
 MOST_AGENTS = 255
 """Agents that are active in an entry are counted in 8 bits."""
