@@ -383,7 +383,7 @@ class Heartbeat:
         self._hub = hub
         self._agent = agent
         self._every = every
-        self._goes_on: Callable[[], bool] | None = goes_on
+        self._goes_on = goes_on
         self._session = uuid.uuid4().hex
         self._counter = 0
         self._state = {"round": 0, "step": 0}
@@ -451,11 +451,11 @@ class Heartbeat:
 
     def _run(self) -> None:
         while not self._stop.wait(self._every):
-            if self._goes_on is None or not self._goes_on():
+            if not self._goes_on():
                 logger.warning("agent '%s': its training ended without finishing, so its heartbeat stops", self._agent)
                 break
             self.beat()
-        self._goes_on = None  # it may hold on to a trainer
+        self._goes_on = lambda: False  # the one given may hold on to a trainer
 
 
 class Watch:

@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -389,9 +390,9 @@ class Member:
         own = decisions[-1].of(self.agent)
         met.age = ages(decisions[-1])[self.agent] if own is not None else None
         met.report = self._round_report(met.round)
-        if closed and self._team.first:
-            self._export(met.round)
-            self._sweep()
+        if closed:
+            self._team.ask(partial(self._export, self.round))
+            self._team.ask(self._sweep)
 
     # ---- closing rounds -----------------------------------------------------------------------------------------
 
@@ -445,8 +446,8 @@ class Member:
             seen, moved = None, time.monotonic()
             with self._aside() if not closer and not self._team.ask(folder.exists) else nullcontext():
                 while not self._team.ask(folder.exists):
-                    # Rank 0 tells: patience is for a job that died, not for one that has much to write.
-                    made = self.hub.making_of_state(decision.round) if self._team.first else None
+                    # Patience is for a job that died, not for one that has much to write.
+                    made = self._team.ask(partial(self.hub.making_of_state, decision.round))
                     if made != seen:
                         seen, moved = made, time.monotonic()
                     if self._team.share(closer or time.monotonic() - moved > self._config.patience):
@@ -557,14 +558,13 @@ class Member:
             counts, size = self.publish(step)
             met.published, met.density, met.exchange_mb = True, int(counts.active[0]) / counts.entries, size / 1e6
             met.publish_s = time.monotonic() - started
-            self._team.together(lambda: self.hub.finish(self.agent, step) if self._team.first else None)
+            self._team.ask(lambda: self.hub.finish(self.agent, step))
             if self._team.ask(self._closer.close_the_last):
                 decisions = self._decisions()
                 self._made_state(decisions, closer=True)
                 met.round = len(decisions)
                 met.report = self._round_report(met.round)
-                if self._team.first:
-                    self._export(met.round)
+                self._team.ask(partial(self._export, met.round))
         except OSError as error:
             if self._config.on_hub_error == "raise":
                 raise
@@ -587,7 +587,7 @@ class Member:
             return
         try:
             self._sweep()
-        except OSError as error:
+        except (OSError, DamagedFileError) as error:
             logger.warning("agent '%s': old rounds were left in the hub (%s)", self.agent, error)
 
     def _sweep(self) -> None:
@@ -602,11 +602,11 @@ class Member:
     def _round_report(self, number: int) -> dict[str, Any] | None:
         def read() -> dict[str, Any] | None:
             try:
-                return read_json(self.hub.round_folder(number) / "report.json") if self._team.first else None
+                return read_json(self.hub.round_folder(number) / "report.json")
             except (FileNotFoundError, DamagedFileError):
                 return None  # a report is for people; the round does not depend on it
 
-        return self._team.share(read())
+        return self._team.ask(read)
 
     def _note_times(self, step: int, met: Met) -> None:
         """Notes in the hub what a merge point took, for the report of the run."""

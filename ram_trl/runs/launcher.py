@@ -190,7 +190,7 @@ class Launcher:
         folder.mkdir(parents=True, exist_ok=True)
         for path in folder.glob("failure-rank-*.json"):
             path.unlink()
-        self._free_builds(again=self._resume or job.restarts > 0)
+        self._free_builds(again=(self._resume or job.restarts > 0) and job.job.machines == 1)
         for held in job.ports:
             held.close()
         job.ports = [HeldPort() for _ in range(1 + len(job.job.agents))]
@@ -221,7 +221,12 @@ class Launcher:
         job.state, job.moved = "running", time.monotonic()
 
     def _free_builds(self, again: bool) -> None:
-        """Takes away what a build of DeepSpeed left that was killed: jobs would wait for it, and never start."""
+        """
+        Takes away what a build of DeepSpeed left that was killed: jobs would wait for it, and never start.
+
+        A young lock is taken away when a job starts `again`, as its own end may have left it; where machines share
+        folders, another may be building.
+        """
         if self.plan.hardware.kind != "DEEPSPEED":
             return
         for lock in abandoned_locks():

@@ -233,13 +233,19 @@ class Die(TrainerCallback):
 
 
 def fail_in(where: str) -> None:
-    """This rank's third call there, in its second merge, raises."""
+    """A call there, in this rank's second merge, raises: the third block, or the removal of old rounds."""
+    from ram_trl.continual.hub import Hub
     from ram_trl.continual.member import Member
     from ram_trl.weights.live import LiveWeights
     from ram_trl.weights.sparse import BlockWriter
 
-    places = {"count": (LiveWeights, "read"), "publish": (BlockWriter, "add"), "load": (LiveWeights, "write")}
-    owner, method = places[where]
+    places = {
+        "count": (LiveWeights, "read", 3),
+        "publish": (BlockWriter, "add", 3),
+        "load": (LiveWeights, "write", 3),
+        "sweep": (Hub, "sweep", 1),
+    }
+    owner, method, at = places[where]
     real, meet = getattr(owner, method), Member.meet
     meetings, calls = itertools.count(1), iter(())
 
@@ -249,7 +255,7 @@ def fail_in(where: str) -> None:
         return meet(*arguments, **named)
 
     def failing(*arguments: Any, **named: Any) -> Any:
-        if next(calls, 0) == 3:
+        if next(calls, 0) == at:
             raise OSError("the disk of this rank is gone")
         return real(*arguments, **named)
 

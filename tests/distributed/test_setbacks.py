@@ -57,6 +57,14 @@ def test_an_error_on_one_rank_is_raised_on_all_before_anything_is_committed(fold
         OddModel.from_pretrained(generalist)
 
 
+@SLOW
+def test_an_error_in_what_rank_0_does_for_all_is_raised_on_all(folder):
+    fails(alone(QUICK["zero2-bf16"], folder, fail={"rank": 0, "where": "sweep"}), timeout=100)
+    first, second = (json.loads((folder / f"error-rank{rank}.json").read_text()) for rank in (0, 1))
+    assert first == "OSError: the disk of this rank is gone"
+    assert second == f"JobOSError: rank 0 of this job failed: {first}"
+
+
 CHECKPOINTS = {"save_strategy": "steps", "save_steps": 1, "max_steps": 6}
 
 
