@@ -25,7 +25,8 @@ from transformers import (
 )
 
 from ram_trl import MergeConfig
-from ram_trl.engine.merging import make_plan, merge_spans
+from ram_trl.engine.counting import make_plan
+from ram_trl.engine.merging import merge_spans
 from ram_trl.engine.workers import Workers
 from ram_trl.weights import Span, Store, entries
 from ram_trl.weights.adapter import Adapter, open_adapter

@@ -7,7 +7,8 @@ import logging
 import torch
 
 from ram_trl.config import ContinualConfig
-from ram_trl.continual.hub import Hub, Watch
+from ram_trl.continual.heartbeat import Watch
+from ram_trl.continual.hub import Hub
 from ram_trl.continual.rounds import Rounds
 from ram_trl.continual.semantics import Decision, Publication, consumable
 from ram_trl.files import DamagedFileError

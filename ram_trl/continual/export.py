@@ -26,8 +26,8 @@ from ram_trl.config import MergeConfig
 from ram_trl.continual.hub import Hub
 from ram_trl.continual.rounds import Rounds
 from ram_trl.continual.semantics import Decision, Publication
+from ram_trl.engine.counting import CHUNK
 from ram_trl.engine.low_rank import LARGE_ERROR
-from ram_trl.engine.merging import CHUNK
 from ram_trl.engine.workers import Workers
 from ram_trl.files import DamagedFileError, folder_in_one_piece, partial, read_json
 from ram_trl.folders.adapters import merge_low_rank

@@ -7,10 +7,10 @@ from pathlib import Path
 import torch
 
 from ram_trl.continual.hub import Hub, HubError
-from ram_trl.continual.rounds import write_folder
 from ram_trl.engine.digest import Digest
 from ram_trl.problems import MergeInputError
 from ram_trl.weights import Span, cut, entries
+from ram_trl.weights.block_folders import write_folder
 from ram_trl.weights.checkpoint import open_checkpoint
 from ram_trl.weights.live.lora import Live
 from ram_trl.weights.sparse import BLOCK, BlockWriter, blocks

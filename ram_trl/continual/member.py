@@ -23,16 +23,18 @@ from torch import Tensor
 from ram_trl.config import ContinualConfig
 from ram_trl.continual.closing import Closer
 from ram_trl.continual.founding import compare_with_base, write_base_state
-from ram_trl.continual.hub import Heartbeat, Hub, HubError
-from ram_trl.continual.rounds import Rounds, write_folder
+from ram_trl.continual.heartbeat import Heartbeat
+from ram_trl.continual.hub import Hub, HubError
+from ram_trl.continual.rounds import Rounds
 from ram_trl.continual.semantics import Decision, Publication, ages, last_consumed, loaded, restart
+from ram_trl.engine.counting import make_plan
 from ram_trl.engine.criterion import active
 from ram_trl.engine.digest import Digest
-from ram_trl.engine.merging import make_plan
 from ram_trl.engine.plan import Counts
 from ram_trl.engine.workers import Workers
 from ram_trl.files import DamagedFileError, read_json, write_json
 from ram_trl.weights import Span, Store, cut
+from ram_trl.weights.block_folders import write_folder
 from ram_trl.weights.live.lora import Live
 from ram_trl.weights.sparse import BLOCK, Blocks, BlockWriter, blocks
 

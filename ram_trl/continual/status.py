@@ -13,7 +13,8 @@ from rich.live import Live
 from rich.table import Table
 
 from ram_trl.continual.export import round_report
-from ram_trl.continual.hub import Hub, Watch
+from ram_trl.continual.heartbeat import Watch
+from ram_trl.continual.hub import Hub
 from ram_trl.continual.semantics import ages
 from ram_trl.files import DamagedFileError, read_json
 

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from ram_trl.config import MergeConfig
+from ram_trl.engine.counting import CHUNK, make_plan
 from ram_trl.engine.low_rank import Fit, fit, fit_product
-from ram_trl.engine.merging import CHUNK, make_plan, merge_spans
+from ram_trl.engine.merging import merge_spans
 from ram_trl.engine.plan import Plan
 from ram_trl.engine.workers import Workers
 from ram_trl.folders.assembly import AdapterReport, Assembly, Form, MergedAdapter

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ram_trl.config import MergeConfig
-from ram_trl.engine.merging import CHUNK, find_non_finite
+from ram_trl.engine.counting import CHUNK, find_non_finite
 from ram_trl.problems import Problem, agent_place
 from ram_trl.progress import bar
 from ram_trl.weights import MERGEABLE, Span, cut, entries, mergeable, whole

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from ram_trl.config import MergeConfig
-from ram_trl.engine.merging import CHUNK, make_plan, merge_spans, reads
+from ram_trl.engine.counting import CHUNK, make_plan, reads
+from ram_trl.engine.merging import merge_spans
 from ram_trl.engine.plan import Plan
 from ram_trl.engine.workers import Workers
 from ram_trl.files import errors_name, folder_in_one_piece

@@ -11,7 +11,8 @@ import torch
 from rich.console import Console
 
 from ram_trl.config import MergeConfig
-from ram_trl.engine.merging import CHUNK, make_plan, merge_spans, reads
+from ram_trl.engine.counting import CHUNK, make_plan, reads
+from ram_trl.engine.merging import merge_spans
 from ram_trl.engine.workers import Workers
 from ram_trl.folders.generalist import layout
 from ram_trl.folders.inputs import Inputs

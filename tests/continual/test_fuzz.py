@@ -16,7 +16,8 @@ import torch
 from safetensors.torch import load_file
 
 from ram_trl.continual.export import export_round
-from ram_trl.continual.hub import HubError, Watch
+from ram_trl.continual.heartbeat import Watch
+from ram_trl.continual.hub import HubError
 from ram_trl.continual.semantics import Decision
 from ram_trl.files import DamagedFileError
 from ram_trl.problems import MergeInputError

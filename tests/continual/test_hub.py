@@ -12,15 +12,18 @@ import pytest
 import torch
 
 from ram_trl.config import ContinualConfig, MergeConfig
+from ram_trl.continual import heartbeat as heartbeat_module
 from ram_trl.continual import hub as hub_module
 from ram_trl.continual.export import Exporter, export_round
-from ram_trl.continual.hub import Heartbeat, Hub, HubError, Watch
+from ram_trl.continual.heartbeat import Heartbeat, Watch
+from ram_trl.continual.hub import Hub, HubError
 from ram_trl.continual.member import Member
-from ram_trl.continual.rounds import Rounds, write_folder
+from ram_trl.continual.rounds import Rounds
 from ram_trl.continual.semantics import Decision, Publication
 from ram_trl.files import PARTIAL, DamagedFileError, link_json, write_json
 from ram_trl.team import Team
 from ram_trl.weights import Span
+from ram_trl.weights.block_folders import write_folder
 from ram_trl.weights.live import LiveWeights
 from ram_trl.weights.sparse import BlockWriter
 from tests import crash
@@ -216,7 +219,7 @@ def test_a_moved_decision_is_named(hub):
 
 def test_an_agent_is_dead_when_its_counter_does_not_move_on_the_observers_clock(hub, monkeypatch):
     now = [100.0]
-    monkeypatch.setattr(hub_module.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(heartbeat_module.time, "monotonic", lambda: now[0])
     watch = Watch(hub, patience=5)
     beat(hub, "code", 1)
     beat(hub, "tool", 1)
@@ -276,7 +279,7 @@ def test_a_dead_process_of_the_same_agent_is_replaced(hub):
 def test_a_restarted_process_whose_counter_is_the_same_by_chance_is_alive(hub, monkeypatch):
     """The old process left its first heartbeat; another new one writes its own first while this one looks."""
     beat(hub, "tool", 1, session="dead")
-    monkeypatch.setattr(hub_module.time, "sleep", lambda seconds: beat(hub, "tool", 1, session="alive"))
+    monkeypatch.setattr(heartbeat_module.time, "sleep", lambda seconds: beat(hub, "tool", 1, session="alive"))
     with pytest.raises(HubError, match="'tool' is already running"):
         Heartbeat(hub, "tool", every=30).start()
 
@@ -313,8 +316,8 @@ def test_another_file_in_place_of_a_heartbeat_is_harmless(hub):
     assert hub.heartbeat("tool")["counter"] == 1
 
 
-@pytest.mark.parametrize("failing", ["read_json", "write_json"])
-def test_a_heartbeat_outlives_a_hub_that_is_gone_for_a_while(hub, monkeypatch, failing):
+@pytest.mark.parametrize(("module", "failing"), [(hub_module, "read_json"), (heartbeat_module, "write_json")])
+def test_a_heartbeat_outlives_a_hub_that_is_gone_for_a_while(hub, monkeypatch, module, failing):
     own = Heartbeat(hub, "tool", every=30)
     own.beat()
 
@@ -322,7 +325,7 @@ def test_a_heartbeat_outlives_a_hub_that_is_gone_for_a_while(hub, monkeypatch, f
         raise OSError(errno.ESTALE, "Stale file handle")
 
     with monkeypatch.context() as patched:
-        patched.setattr(hub_module, failing, gone)
+        patched.setattr(module, failing, gone)
         own.beat()
     own.beat()
     assert hub.heartbeat("tool")["counter"] >= 2
@@ -513,14 +516,14 @@ def test_a_state_that_takes_long_is_waited_for_as_long_as_it_grows(tmp_path, mon
     world = world_in(tmp_path)
     decided(world)
     for member in world.members.values():
-        member._config = world.config.model_copy(update={"patience": 0.5})
+        member._config = world.config.model_copy(update={"patience": 2.5})
     real_add, real_make, makers = BlockWriter.add, Rounds.make_state, []
 
     def add(self, *args, **kwargs):
         if threading.current_thread() is slow:
             if dies:
                 wake.wait()
-            time.sleep(0.3)
+            time.sleep(1)
         return real_add(self, *args, **kwargs)
 
     def make_state(self, *args, **kwargs):

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ram_trl import MergeConfig
-from ram_trl.engine import merging as engine
+from ram_trl.engine import counting
+from ram_trl.engine.counting import make_plan
 from ram_trl.engine.criterion import active as masked_by
-from ram_trl.engine.merging import make_plan
 from ram_trl.engine.workers import Workers
 from ram_trl.weights import Span
 from ram_trl.weights.memory import StateDict
@@ -77,7 +77,7 @@ def test_top_is_a_sort_however_misleading_the_sample(tau: list[float], fraction:
     """The first entries of each chunk say little about the rest here."""
     sizes = sorted((abs(t) for t in tau), reverse=True)
     kth = sizes[max(1, round(fraction * len(tau))) - 1]
-    with mock.patch.object(engine, "SAMPLE", sample):
+    with mock.patch.object(counting, "SAMPLE", sample):
         assert active_among(tau, chunk, top=fraction) == [abs(t) >= kth and t != 0 for t in tau]
 
 
@@ -88,7 +88,7 @@ def test_top_is_a_sort_where_the_sample_is_of_another_size_altogether(fraction: 
     tau = torch.randn(100, generator=generator)
     tau[where : where + 8] *= 1e20
     kth = tau.abs().sort(descending=True).values[round(fraction * 100) - 1]
-    with mock.patch.object(engine, "SAMPLE", 8):
+    with mock.patch.object(counting, "SAMPLE", 8):
         assert active_among(tau.tolist(), 100, top=fraction) == (tau.abs() >= kth).tolist()
 
 

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from ram_trl import MergeConfig, MergeInputError, merge_state_dicts
-from ram_trl.engine.merging import make_plan, merge_spans, reads
+from ram_trl.engine.counting import make_plan, reads
+from ram_trl.engine.merging import merge_spans
 from ram_trl.engine.plan import Plan
 from ram_trl.engine.workers import Workers
 from ram_trl.weights import Span

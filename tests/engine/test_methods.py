@@ -14,7 +14,8 @@ from mergekit.merge_methods.base import TensorGroup
 from mergekit.merge_methods.ram import ram_merge, ramplus_tl_merge
 
 from ram_trl import MergeConfig, merge_state_dicts
-from ram_trl.engine.merging import make_plan, merge_spans
+from ram_trl.engine.counting import make_plan
+from ram_trl.engine.merging import merge_spans
 from ram_trl.engine.workers import Workers
 from ram_trl.methods.dare import dropped
 from ram_trl.weights import Span

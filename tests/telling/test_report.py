@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ram_trl import MergeConfig, MergeReport, merge_state_dicts
-from ram_trl.engine.merging import make_plan
+from ram_trl.engine.counting import make_plan
 from ram_trl.engine.workers import Workers
 from ram_trl.telling.report import PartReport, make_report
 from ram_trl.weights.memory import StateDict

@@ -22,12 +22,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from ram_trl.continual.rounds import open_folder, write_folder
 from ram_trl.engine.low_rank import LARGE_ERROR
 from ram_trl.team import Team
 from ram_trl.weights import Span, Store, cut
 from ram_trl.weights.adapter_tensors import WRAPPERS, Draft, plain_name
 from ram_trl.weights.anatomy import Anatomy
+from ram_trl.weights.block_folders import open_folder, write_folder
 from ram_trl.weights.edits import Edit, LowRank, Shift
 from ram_trl.weights.live import LiveWeights, check_cover, share_of
 from ram_trl.weights.live.layout import LayoutError, Part, named
