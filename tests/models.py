@@ -12,6 +12,19 @@ from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+TRAINING = {
+    "learning_rate": 1e-3,
+    "lr_scheduler_type": "constant",
+    "use_cpu": True,
+    "bf16": False,
+    "gradient_checkpointing": False,
+    "report_to": "none",
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "disable_tqdm": True,
+}
+"""Arguments of trainers that learn fast on a CPU and leave nothing behind."""
+
 
 def tiny_model(seed: int = 0, tied: bool = True, dtype: torch.dtype = torch.float32, vocabulary: int = 61):
     """A Qwen3 of a few thousand weights with odd sizes."""

@@ -26,23 +26,18 @@ def ppo_trainer(
     """`load` makes the policy, and its reference; after the arguments, which tell transformers of DeepSpeed."""
     from trl.experimental.ppo import PPOConfig, PPOTrainer
 
-    settings = {
-        "output_dir": str(out),
-        "learning_rate": 1e-3,
-        "lr_scheduler_type": "constant",
-        "per_device_train_batch_size": 4,
-        "response_length": 5,
-        "num_ppo_epochs": 2,
-        "num_sample_generations": 0,
-        "use_cpu": True,
-        "bf16": False,
-        "gradient_checkpointing": False,
-        "report_to": "none",
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "disable_tqdm": True,
-        "seed": 3,
-    } | arguments
+    settings = (
+        models.TRAINING
+        | {
+            "output_dir": str(out),
+            "per_device_train_batch_size": 4,
+            "response_length": 5,
+            "num_ppo_epochs": 2,
+            "num_sample_generations": 0,
+            "seed": 3,
+        }
+        | arguments
+    )
     tokenizer = models.tokenizer()
     tokenizer.padding_side = "left"
     prompts = [tokenizer(prompt)["input_ids"] for prompt in ("ab", "cd", "ef", "gh") * 16]

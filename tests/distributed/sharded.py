@@ -272,21 +272,13 @@ def make_trainer(folder: Path, settings: dict[str, Any]):
     make, configure = kinds[settings.get("kind", "grpo")]
     # Before the model: it tells transformers that DeepSpeed will shard it.
     arguments = configure(
-        **{
+        **models.TRAINING
+        | {
             "output_dir": str(folder / "out"),
             "max_steps": 6,
-            "learning_rate": 1e-3,
-            "lr_scheduler_type": "constant",
             "per_device_train_batch_size": 4,
             "num_generations": 4,
             "max_completion_length": 5,
-            "use_cpu": True,
-            "bf16": False,
-            "gradient_checkpointing": False,
-            "report_to": "none",
-            "logging_steps": 1,
-            "save_strategy": "no",
-            "disable_tqdm": True,
             "seed": 3,
         }
         | settings.get("training", {})

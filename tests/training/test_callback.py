@@ -48,19 +48,10 @@ def letters_of(agent: str):
 
 
 def trainer_of(agent: str, base: Path, out: Path, kind: str = "grpo", callbacks=(), **arguments):
-    common = {
+    common = models.TRAINING | {
         "output_dir": str(out / agent),
         "max_steps": 6,
-        "learning_rate": 1e-3,
-        "lr_scheduler_type": "constant",
         "per_device_train_batch_size": 8,
-        "use_cpu": True,
-        "bf16": False,
-        "gradient_checkpointing": False,
-        "report_to": "none",
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "disable_tqdm": True,
         "seed": len(agent),
     }
     model = AutoModelForCausalLM.from_pretrained(base, dtype=arguments.pop("dtype", torch.float32))
